@@ -326,7 +326,7 @@ def static_kinds(run: Run) -> dict[str, int]:
             [
                 *(block.master for block in blocks),
                 *(
-                    run.optimizer.kept[block].tensors[name]
+                    run.optimizer.states[block].tensors[name]
                     for block in run.optimizer.trained
                     for name in run.optimizer.state_names
                 ),

@@ -69,8 +69,8 @@ from megatron.parallel.schedule import (
     acknowledgements,
     build_schedule,
     forward_only,
-    makes,
-    needs,
+    message_made,
+    message_needed,
     place,
 )  # noqa: E402
 
@@ -82,10 +82,11 @@ TINY = {"layers": 8, "hidden": 32, "heads": 4, "ffn": 48, "seq": 16, "batch": 2,
 class KeptWeights:
     """Weights and gradients that are always there."""
 
-    def plan(self, turns: Any) -> Any:
-        return SimpleNamespace(passes=[(None, None) for turn in turns for _ in turn])
+    planner = SimpleNamespace(
+        plan=lambda turns: SimpleNamespace(passes=[(None, None) for turn in turns for _ in turn])
+    )
 
-    def begin_step(self, plan: Any) -> None:
+    def start_first_gathers(self, plan: Any) -> None:
         """Nothing is gathered."""
 
 
@@ -195,8 +196,10 @@ class Job:
 
     def _compute(self, step: StepState, action: Action) -> None:
         """One computation, outside of a schedule."""
-        calls = self.pipeline.calls[action.kind, action.stage]
-        passes = tuple(LayerPass(layer, kind, "", None, None) for layer, kind in calls)
+        passes = tuple(
+            LayerPass(layer, kind, "", None, None)
+            for layer, kind in self.pipeline.passes[action.kind, action.stage]
+        )
         run = self.pipeline.forward if action.kind is Kind.FORWARD else self.pipeline.backward
         run(step, Task((action,), passes=passes))
 
@@ -325,8 +328,8 @@ def _bound(
             continue
         chunk, need, made = (
             own.index(stage),
-            needs(action, schedule.placement),
-            makes(action, schedule.placement),
+            message_needed(action, schedule.placement),
+            message_made(action, schedule.placement),
         )
         if need is not None:
             travelling -= 1
@@ -399,7 +402,9 @@ def sleeps(
     schedule = build_schedule(name, groups.pp.size, VIRTUAL.get(name, 1), micro_batches)
     own = [stage for stage, rank in enumerate(placement) if rank == groups.pp.rank]
     model = SimpleNamespace(
-        chunks=[[("sleeper", Sleeper(stage))] for stage in own], scalars=(), dtype=torch.float32
+        layers_by_stage=[[("sleeper", Sleeper(stage))] for stage in own],
+        scalars=(),
+        dtype=torch.float32,
     )
     pipeline = Pipeline(
         model, KeptWeights(), SleepingPasses(costs, shape), placement, shape, groups, CPU

@@ -41,9 +41,11 @@ class StageModule(nn.Module):
 
     def __init__(self, job: Any, chunk: int):
         super().__init__()
-        self.job, names = [job], [name for name, _ in job.model.chunks[chunk]]
+        self.job, names = [job], [name for name, _ in job.model.layers_by_stage[chunk]]
         self.first = names[0] == "embedding"
-        self.units = nn.ModuleList(unit for name, unit in job.model.chunks[chunk] if name != "head")
+        self.units = nn.ModuleList(
+            unit for name, unit in job.model.layers_by_stage[chunk] if name != "head"
+        )
         self.zeros = torch.zeros(job.shape["batch"], job.shape["seq"] + 1, dtype=torch.long)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ class TorchPipeline:
         left.
         """
         left: list[WeightGrad] = []
-        for name, unit in self.job.model.chunks[chunk]:
+        for name, unit in self.job.model.layers_by_stage[chunk]:
             for layer in unit.modules() if name.startswith("layers") else ():
                 if isinstance(layer, Linear):
                     layer.weight.deferred_grads = left

@@ -116,7 +116,7 @@ def shared_parts(optimizer: Optimizer) -> Iterator[tuple[Key, Tensor]]:
             yield from _parts(block, "weights", block.weight, 0, copies, optimizer)
         if block.zero_stage > 0:
             copies = block.groups.same_shard  # that step the same slice
-        for kind, buffer in optimizer.kept[block].tensors.items():
+        for kind, buffer in optimizer.states[block].tensors.items():
             weights = block.weight.untyped_storage().data_ptr() if block.zero_stage < 3 else None
             if kind != MASTER or buffer.untyped_storage().data_ptr() != weights:
                 name = "master weights" if kind == MASTER else kind
@@ -139,7 +139,7 @@ def _parts(
             data = buffer[max(start - first, 0) : max(stop - first, 0)]
             if axis.size > 1 and len(data):
                 # dense and expert weights are held by different ranks, maybe with the same lowest
-                among = f"{kind} {by} ({block.plan.group})"
+                among = f"{kind} {by} ({block.layout.group})"
                 yield Key(among, axis.ranks[0], f"{name} ({kind})"), data
 
 

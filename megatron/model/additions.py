@@ -33,7 +33,7 @@ def _shared(model: GPTModel) -> Iterator[str]:
     tied = model.head is not None and model.head.weight
     users = Counter(
         parameter
-        for _, unit in model.units()
+        for _, unit in model.named_layers()
         for parameter in unit.parameters()
         if parameter is not tied
     )

@@ -37,7 +37,7 @@ from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
 def layer_names(config: ModelConfig) -> list[str]:
-    """The units of a whole model, as `GPTModel.units` names those of one rank."""
+    """The units of a whole model, as `GPTModel.named_layers` names those of one rank."""
     return ["embedding", *(f"layers.{i}" for i in range(config.num_layers)), "head"]
 
 
@@ -100,10 +100,10 @@ class GPTModel(nn.Module):
         rotates = config.position_embedding_type in ("rope", "yarn")
         self.rotary = RotaryTables(config, dtype) if rotates else None
         self.stages = stages
-        self.chunks = [self._chunk(stage) for stage in stages]
+        self.layers_by_stage = [self._layers_of(stage) for stage in stages]
         self.scalars = self._scalars()
 
-    def _chunk(self, stage: Stage) -> list[tuple[str, Layer]]:
+    def _layers_of(self, stage: Stage) -> list[tuple[str, Layer]]:
         """The named layers of a stage."""
         layers: Any = self.layers
         return [
@@ -126,8 +126,8 @@ class GPTModel(nn.Module):
         """Set what the layers' backward passes recompute, and what waits on the host for them;
         nothing before that.
         """
-        for stage, chunk in zip(self.stages, self.chunks, strict=True):
-            layers = [layer for _, layer in chunk if layer.recomputes]
+        for stage, named in zip(self.stages, self.layers_by_stage, strict=True):
+            layers = [layer for _, layer in named if layer.recomputes]
             choices = stage_recompute(training, stage.layers)
             offloaded = stage_offload(training, self.config, stage.layers)
             for layer, choice, modules in zip(layers, choices, offloaded, strict=True):
@@ -145,9 +145,9 @@ class GPTModel(nn.Module):
             for name, parameter in self.named_parameters()
         ]
 
-    def units(self) -> list[tuple[str, Layer]]:
+    def named_layers(self) -> list[tuple[str, Layer]]:
         """Named layers in the order of the forward pass, embedding and head among them."""
-        return [unit for chunk in self.chunks for unit in chunk]
+        return [each for named in self.layers_by_stage for each in named]
 
     def micro_batch(
         self,

@@ -27,13 +27,13 @@ from megatron.model.attention.rotary import Rotary
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.embedding import Embedding
 from megatron.model.experts.moe import NO_EP, ExpertParallel, MoE, Routing, aux_outputs
-from megatron.model.experts.router import OBJECTIVE
+from megatron.model.experts.router import AUX_LOSS
 from megatron.model.linear import column_linear
 from megatron.model.linear_cross_entropy import linear_cross_entropy
 from megatron.model.loss import cross_entropy, sharded_cross_entropy
 from megatron.model.mlp import MLP, TiledMLP
 from megatron.model.norm import AddNorm
-from megatron.model.recompute import KEPT, LayerRecompute, always_rebuilt
+from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute, always_rebuilt
 from megatron.model.recompute_context import OffloadableTensor, RecomputeContext
 from megatron.model.spec import (
     Multipliers,
@@ -148,7 +148,7 @@ class Layer(nn.Module):
     """
 
     recomputes = False  # it may be computed again
-    recompute: LayerRecompute = KEPT  # what is, of it
+    recompute: LayerRecompute = NO_RECOMPUTE  # what is, of it
     offloaded: frozenset[str] = frozenset()  # modules whose inputs wait for it on the host
     splits_backward = False  # a split backward pass leaves its weight gradients for later
     reads_weight_backward = True
@@ -232,7 +232,7 @@ class TransformerLayer(Layer):
         self.mlp_output_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm("final_norm") if record.last else None
         self.recompute_context = RecomputeContext()
-        self.choose_recompute(KEPT)
+        self.choose_recompute(NO_RECOMPUTE)
 
     def _learned_positions(self, grad_sum: tuple[str, ...]) -> Embedding | None:
         """The table of learned positions, of which every rank has all; in the first layer, where
@@ -259,7 +259,7 @@ class TransformerLayer(Layer):
         if not layer_records(config)[index].experts:
             return ()
         return tuple(
-            ScalarSpec(name, name == OBJECTIVE, parts_under(sequence), size)
+            ScalarSpec(name, name == AUX_LOSS, parts_under(sequence), size)
             # under SP each rank sums over its part of the sequence
             for name, size in aux_outputs(config, index)
         )
@@ -335,6 +335,9 @@ def _add_positions(layer: TransformerLayer, inputs: tuple[Tensor, MicroBatch]) -
     """A forward hook of the first layer: the learned positions are added to its input [s, b, h]."""
     x, micro = inputs
     return x + layer.position(micro.position_ids), micro
+
+
+OBJECTIVE_SUM, REPORTED_SUM = 0, 1  # places in the output of HeadLayer
 
 
 class HeadLayer(Layer):

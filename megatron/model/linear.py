@@ -53,7 +53,7 @@ from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 # rows and columns that one block of threads of a large GEMM computes on Hopper, at most
 TILE = (128, 256)
-# the attribute of a weight whose gradients are left for later: the list that they are put onto
+# the attribute of a weight whose gradients are deferred: the list that they are put onto
 DEFERRED = "deferred_grads"
 
 
@@ -74,7 +74,7 @@ def dgrad(dy: Tensor, weight: Tensor, *, weight_grad: bool) -> tuple[Tensor, Ten
 
 
 class WeightGrad(NamedTuple):
-    """A weight gradient left for later, with dy [s, b, o] and x [s, b, i] or what this rank holds
+    """A deferred weight gradient, with dy [s, b, o] and x [s, b, i] or what this rank holds
     of them: the rest is on its axis. `gemm`: in place of `wgrad_gemm`.
 
     x is detached: the graph would live on otherwise.
@@ -95,15 +95,15 @@ class WeightGrad(NamedTuple):
 
 
 @torch.no_grad()
-def add_weight_grads(left: list[WeightGrad]) -> None:
+def add_weight_grads(deferred: list[WeightGrad]) -> None:
     """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs
     alongside a GEMM.
     """
     started: deque[Callable[[], None]] = deque()
-    while left or started:
+    while deferred or started:
         # One all-gather ahead of the GEMM that runs.
-        while left and len(started) < (2 if left[0].overlap else 1):
-            started.append(left.pop(0).start())
+        while deferred and len(started) < (2 if deferred[0].overlap else 1):
+            started.append(deferred.pop(0).start())
         finish = started.popleft()
         finish()
         del finish  # or its tensors would live with those of the next one
@@ -114,15 +114,15 @@ def deferring_weight_grads(module: nn.Module) -> Iterator[list[WeightGrad]]:
     """While open, backward passes through the module's linear layers put their weight gradients
     onto this list instead of computing them.
     """
-    left: list[WeightGrad] = []
+    deferred: list[WeightGrad] = []
     # Weights of linear layers and of experts declare that their gradient is one GEMM.
     declared = ((weight, getattr(weight, "spec", None)) for weight in module.parameters())
     weights = {weight for weight, spec in declared if spec is not None and spec.is_gemm}
     weights |= {layer.weight for layer in module.modules() if isinstance(layer, Linear)}
     for weight in weights:
-        setattr(weight, DEFERRED, left)
+        setattr(weight, DEFERRED, deferred)
     try:
-        yield left
+        yield deferred
     finally:
         for weight in weights:
             delattr(weight, DEFERRED)
@@ -149,17 +149,19 @@ class _Linear(torch.autograd.Function):
         frozen = not ctx.needs_input_grad[1]
 
         # dgrad. With 8-bit floats it quantizes dy for the wgrad that follows, too.
-        kept: Tensor | Quantised
+        dy_for_wgrad: Tensor | Quantised
         if fp8 is None:
-            dx, kept = dy.matmul(weight), dy
+            dx, dy_for_wgrad = dy.matmul(weight), dy
         else:
-            dx, kept = fp8.input_grad(dy, weight, weight_grad=deferred is None and not frozen)
+            dx, dy_for_wgrad = fp8.input_grad(
+                dy, weight, weight_grad=deferred is None and not frozen
+            )
         if frozen:  # and so is the bias
             return dx, None, None, None
 
         # wgrad, added to main_grad now or by the second half of a split backward pass
         if deferred is None:
-            accumulate_weight_grad(kept, x, weight)
+            accumulate_weight_grad(dy_for_wgrad, x, weight)
         else:
             deferred.append(WeightGrad(weight, dy, x.detach()))
         if bias is not None:  # summed over tokens in main_grad's precision
@@ -169,7 +171,7 @@ class _Linear(torch.autograd.Function):
 
 class _ColumnLinear(torch.autograd.Function):
     """Forward: all-gather of x under SP, else nothing. Backward: the adjoint, a sum of dx over the
-    axis, alongside the weight gradient's GEMM if that is not left for later; under SP x is
+    axis, alongside the weight gradient's GEMM if that is not deferred; under SP x is
     gathered a second time for it, so that only this rank's part of x is kept.
     """
 
@@ -207,7 +209,7 @@ class _ColumnLinear(torch.autograd.Function):
             gathering.wait()
 
         # dgrad, and the sum over the ranks, which runs while wgrad is computed
-        dx, kept = dgrad(dy, weight, weight_grad=computes_wgrad)
+        dx, dy_for_wgrad = dgrad(dy, weight, weight_grad=computes_wgrad)
         start = start_reduce_scatter if tp.sequence else start_all_reduce
         summing = start(dx, tp.axis)
         del dx  # under sequence parallelism it is whole, and read once
@@ -216,7 +218,11 @@ class _ColumnLinear(torch.autograd.Function):
 
         # wgrad and the bias's gradient, of this rank's outputs
         _add_gradients(
-            ctx, kept, x if gathering is None else gathering.wait(), own_dy=dy, x_axis=x_axis
+            ctx,
+            dy_for_wgrad,
+            x if gathering is None else gathering.wait(),
+            own_dy=dy,
+            x_axis=x_axis,
         )
         return summing.wait(), None, None, None
 
@@ -254,19 +260,19 @@ class _RowLinear(torch.autograd.Function):
         own_dy = dy
 
         # dgrad: under SP dy is gathered along the sequence first, or piece by piece with the GEMMs
-        kept: Tensor | Quantised
+        dy_for_wgrad: Tensor | Quantised
         if tp.sequence and _cuts(tp, dy, weight, weight.shape[1]):
-            kept = dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:]))
+            dy_for_wgrad = dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:]))
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            for rows, part in gather_parts(dy, tp.axis, kept):
+            for rows, part in gather_parts(dy, tp.axis, dy_for_wgrad):
                 torch.mm(part.flatten(0, -2), weight, out=dx[rows].flatten(0, -2))
         else:
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
-            dx, kept = dgrad(dy, weight, weight_grad=_computes_wgrad(ctx))
+            dx, dy_for_wgrad = dgrad(dy, weight, weight_grad=_computes_wgrad(ctx))
 
         # wgrad, of the whole dy
         dy_axis = tp.axis if tp.sequence else ALONE
-        _add_gradients(ctx, kept, x, own_dy=own_dy, dy_axis=dy_axis)
+        _add_gradients(ctx, dy_for_wgrad, x, own_dy=own_dy, dy_axis=dy_axis)
         return dx, None, None, None
 
 

@@ -33,7 +33,7 @@ class LayerRecompute:
     last: bool = False
 
 
-KEPT = LayerRecompute()
+NO_RECOMPUTE = LayerRecompute()
 WHOLE = LayerRecompute(whole=True, first=True, last=True)
 
 
@@ -50,7 +50,7 @@ def choice_of(what: str) -> LayerRecompute:
     # full, none, or modules joined by +
     if what == FULL:
         return WHOLE
-    return KEPT if what == NONE else LayerRecompute(frozenset(what.split("+")))
+    return NO_RECOMPUTE if what == NONE else LayerRecompute(frozenset(what.split("+")))
 
 
 def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompute]:
@@ -66,11 +66,11 @@ def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompu
     if training.recompute_granularity == "selective":
         return [LayerRecompute(frozenset(training.recompute_modules or ("core_attn",)))] * layers
     if training.recompute_granularity is None:
-        return [KEPT] * layers
+        return [NO_RECOMPUTE] * layers
     size = training.recompute_num_layers or 1
     if training.recompute_method == "block":
         # block
-        return [WHOLE if index < size else KEPT for index in range(layers)]
+        return [WHOLE if index < size else NO_RECOMPUTE for index in range(layers)]
     # uniform
     starts = range(0, layers, size)
     return [choice for start in starts for choice in group_of(min(size, layers - start))]

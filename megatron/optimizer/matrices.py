@@ -104,7 +104,7 @@ class MatrixOptimizer(Optimizer):
 
     def _update(self, rule: UpdateRule, block: Block, numbers: StepNumbers, *buffers: Any) -> None:
         super()._update(rule, block, numbers, *buffers)
-        tensors = self.kept[block].tensors
+        tensors = self.states[block].tensors
         step_matrices(self.matrix_rule, block, self.groups, tensors, numbers)
         if block.rounded is not None:
             block.rounded.copy_(block.master)
@@ -127,7 +127,7 @@ def step_matrices(
     for entry in block.entries:
         if not of_matrices(entry):
             continue
-        ranges = block.plan.ranges
+        ranges = block.layout.ranges
         multipliers = next(each for stop, each in ranges if entry.start < stop)
         for box in entry.boxes:
             # 1. The momentum is updated on the slices, and each rank writes its parts into a matrix

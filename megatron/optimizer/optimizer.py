@@ -84,7 +84,7 @@ class Optimizer:
         dtypes = {name: self.rule.state_dtype(name, self.wide) for name in self.rule.state_names}
         self.files = self._open_files(dtypes)
         self.state_names = tuple(dtypes)
-        self.kept = {block: self._state_of(block, dtypes) for block in blocks}
+        self.states = {block: self._state_of(block, dtypes) for block in blocks}
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def _open_files(self, dtypes: dict[str, torch.dtype]) -> StateFiles | None:
@@ -149,7 +149,7 @@ class Optimizer:
             for block in blocks:
                 if not block.in_files:
                     continue
-                for piece, held in self.kept[block].pieces((kind,), "fill"):
+                for piece, held in self.states[block].pieces((kind,), "fill"):
                     fill([(_named(box, kind), x) for box, x in block.boxes(held[kind], piece)])
                     if kind == MASTER:
                         block.rounded[piece].copy_(held[kind])
@@ -159,7 +159,7 @@ class Optimizer:
     ) -> Iterator[tuple[Box, Tensor | FileTensor]]:
         for kind in kinds:
             for block in blocks:
-                for box, view in self.kept[block].boxes(kind):
+                for box, view in self.states[block].boxes(kind):
                     yield _named(box, kind), view
 
     def drop_gradients(self) -> None:
@@ -211,7 +211,7 @@ class Optimizer:
         place = {name: index for index, name in enumerate(layer_names(self.config.model))}
         sums = torch.zeros(len(place), dtype=torch.float64, device=self.steps.device)
         for block, part in parts:
-            sums[place[block.plan.unit]] += sum_of_squares([part], self.steps.device, backend)
+            sums[place[block.layout.unit]] += sum_of_squares([part], self.steps.device, backend)
         return sums
 
     @torch.no_grad()
@@ -294,7 +294,7 @@ class Optimizer:
         """Step a block: piece by piece of what is in memory, segment by segment of what is updated
         alike.
         """
-        for piece, held in self.kept[block].pieces((MASTER, *self.state_names), "change"):
+        for piece, held in self.states[block].pieces((MASTER, *self.state_names), "change"):
             # Learning rate, decay and epsilon are the same in a segment: one pass of the kernel for
             # each.
             near, rounded = grad[piece], None if out is None else out[piece]
@@ -362,10 +362,10 @@ class Optimizer:
 
     def _counted_weights(self) -> Iterator[tuple[Block, Tensor]]:
         for block in self.blocks:
-            if block.plan.group == UNTRAINED:
+            if block.layout.group == UNTRAINED:
                 continue
             # Frozen weights are counted too; what is kept with the weights and not trained is not.
-            for piece, held in self.kept[block].pieces((MASTER,), "read"):
+            for piece, held in self.states[block].pieces((MASTER,), "read"):
                 for part in block.counted(self.groups, piece):
                     yield block, held[MASTER][part]
 

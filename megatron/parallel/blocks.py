@@ -78,7 +78,7 @@ class BufferEntry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BufferLayout:
     """Where the parameters of a unit that the same ranks hold lie in their flat buffer."""
 
     name: str
@@ -123,7 +123,7 @@ class Block:
                    the same precision
         rounded    where a step rounds the master to: `own` of `weight`; None where they are the
                    same, and at stage 3, which rounds when it gathers
-        kept       what a gather of stage 3 reads: `rounded`, else `master`
+        gathered_from  what a gather of stage 3 reads: `rounded`, else `master`
         grad       the whole block's gradient, from a backward pass to its reduction or the update
         summed     stages 2 and 3: `own` of the reduced gradient
         early      stages 2 and 3: what first halves of split backward passes have completed
@@ -141,7 +141,7 @@ class Block:
 
     def __init__(
         self,
-        plan: Plan,
+        layout: BufferLayout,
         parameters: Sequence[nn.Parameter],
         dtype: torch.dtype,
         device: torch.device,
@@ -155,9 +155,9 @@ class Block:
         # where master weights and moments are: in the host's memory, or in its files (nvme.py)
         self.on_host, self.in_files = on_host, in_files
         self.offloaded = offloaded
-        self.plan, self.parameters, self.zero_stage = plan, parameters, zero_stage
+        self.layout, self.parameters, self.zero_stage = layout, parameters, zero_stage
         self.grad_dtype, self.trained = grad_dtype, grad_dtype is not None
-        self.name, self.entries, self.size = plan.name, plan.entries, plan.size
+        self.name, self.entries, self.size = layout.name, layout.entries, layout.size
         self.groups = groups
         # this rank's slice of the reduced gradient, at every stage
         self.shard_range = _equal_part((0, self.size), groups.shard)
@@ -232,7 +232,7 @@ class Block:
     # ---- weights at stage 3
 
     @property
-    def kept(self) -> Tensor:
+    def gathered_from(self) -> Tensor:
         """What this rank keeps of the weight between its uses."""
         return self.master if self.rounded is None else self.rounded
 
@@ -275,12 +275,12 @@ class Block:
             self.grad = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
         # The first product of a linear layer overwrites its part: clearing it would read and write
         # it once more.
-        for first, last in self.plan.cleared:
+        for first, last in self.layout.cleared:
             self.grad[first:last].zero_()
         for entry, parameter in zip(self.entries, self.parameters):
             view = self.grad.narrow(0, entry.start, entry.numel)
             parameter.main_grad = view.view(entry.shape)
-            if entry.start < self.plan.late:
+            if entry.start < self.layout.late:
                 parameter.overwrite_main_grad = True
 
     def complete(self) -> None:
@@ -311,11 +311,11 @@ class Block:
         """
         # Small: norms, biases and positions. The matrices' part of the block has no buffer yet.
         early = torch.zeros(
-            self.size - self.plan.late, dtype=self.grad_dtype, device=self.weight.device
+            self.size - self.layout.late, dtype=self.grad_dtype, device=self.weight.device
         )
         for entry, parameter in zip(self.entries, self.parameters):
-            if entry.start >= self.plan.late:
-                parameter.main_grad = entry.view(early, self.plan.late)
+            if entry.start >= self.layout.late:
+                parameter.main_grad = entry.view(early, self.layout.late)
         self.early[key] = early
 
     def close_early(self) -> None:
@@ -325,7 +325,7 @@ class Block:
 
     def add_early(self, key: Any) -> None:
         """Before the second half: what the first has completed, in a buffer just opened."""
-        self.grad[self.plan.late :].copy_(self.early.pop(key))
+        self.grad[self.layout.late :].copy_(self.early.pop(key))
 
     # ---- what this rank updates
 
@@ -384,9 +384,9 @@ class Block:
     def segments(self, piece: slice | None = None) -> list[Segment]:
         """The ranges of a buffer as in `boxes` that are updated alike."""
         first, last = self._range(piece)
-        # Multipliers change at the ends of the plan's ranges alone: two or three a block.
+        # Multipliers change at the ends of the layout's ranges alone: two or three a block.
         start, found = first, []
-        for stop, multipliers in self.plan.ranges:
+        for stop, multipliers in self.layout.ranges:
             if start < min(stop, last):
                 found.append(Segment(slice(start - first, min(stop, last) - first), multipliers))
             start = max(start, min(stop, last))
@@ -440,29 +440,29 @@ def padded(elements: int, parts: int = 1) -> int:
     return -(-elements // (ALIGNMENT * parts)) * ALIGNMENT * parts
 
 
-def plan_blocks(
+def lay_out_blocks(
     model: GPTModel, parts: Callable[[str], int]
-) -> list[tuple[Plan, list[nn.Parameter]]]:
+) -> list[tuple[BufferLayout, list[nn.Parameter]]]:
     """Where every parameter of a model lies, buffer by buffer in the order of the forward pass. A
     unit has a buffer for each group that its parameters declare; buffers of a group can be cut into
     `parts(group)` equal slices.
     """
-    plans, placed = [], set()
+    layouts, placed = [], set()
     declared = {
         parameter: _Declared(name, parameter, spec) for name, parameter, spec in model.declared()
     }
     # A unit has a buffer for each group of ranks: experts and dense tensors are replicated over
     # different ranks.
-    for unit_name, unit in model.units():
+    for unit_name, unit in model.named_layers():
         # a tied head adds none
         own = [parameter for parameter in unit.parameters() if parameter not in placed]
         placed.update(own)
         ordered = _in_buffer_order(model, [declared[parameter] for parameter in own])
         for group in dict.fromkeys(each.spec.group for each in ordered):
             members = [each for each in ordered if each.spec.group == group]
-            plan = _lay_out(model, unit_name, group, members, parts(group))
-            plans.append((plan, [each.parameter for each in members]))
-    return plans
+            layout = _lay_out(model, unit_name, group, members, parts(group))
+            layouts.append((layout, [each.parameter for each in members]))
+    return layouts
 
 
 class _Declared(NamedTuple):
@@ -496,7 +496,9 @@ def _in_buffer_order(model: GPTModel, own: list[_Declared]) -> list[_Declared]:
     )
 
 
-def _lay_out(model: GPTModel, unit: str, group: str, members: list[_Declared], parts: int) -> Plan:
+def _lay_out(
+    model: GPTModel, unit: str, group: str, members: list[_Declared], parts: int
+) -> BufferLayout:
     """The buffer of a unit's parameters that one group holds, in `parts` equal slices."""
     entries, ranges, end, late_end = [], [], 0, 0
     for name, parameter, spec in members:
@@ -510,7 +512,7 @@ def _lay_out(model: GPTModel, unit: str, group: str, members: list[_Declared], p
     size = padded(end, parts)
     ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
     name = unit if group == "dense" else f"{unit} ({group})"
-    return Plan(name, unit, group, tuple(entries), late_end, _joined(ranges), size)
+    return BufferLayout(name, unit, group, tuple(entries), late_end, _joined(ranges), size)
 
 
 def _joined(ranges: list[tuple[int, Multipliers]]) -> tuple[tuple[int, Multipliers], ...]:
@@ -545,30 +547,31 @@ def build_blocks(
     """
     check_additions(model)
     # 1. Where everything lies.
-    plans = plan_blocks(
+    layouts = lay_out_blocks(
         model, lambda group: 1 if group == UNTRAINED else groups.buffers[group].replicas.size
     )
 
     # 2. Which blocks are trained, and which of these are stepped on the host.
     trained = [
-        training and plan.unit not in frozen and plan.group != UNTRAINED for plan, _ in plans
+        training and layout.unit not in frozen and layout.group != UNTRAINED
+        for layout, _ in layouts
     ]
-    sizes = [plan.size * train for (plan, _), train in zip(plans, trained)]
+    sizes = [layout.size * train for (layout, _), train in zip(layouts, trained)]
     on_host = on_host_of(sizes, host_fraction)
 
     # 3. The buffers. What is kept with the weights and not trained is whole on every rank.
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
     blocks = []
-    for (plan, parameters), train, host in zip(plans, trained, on_host):
-        is_state = plan.group == UNTRAINED
+    for (layout, parameters), train, host in zip(layouts, trained, on_host):
+        is_state = layout.group == UNTRAINED
         dtype = accumulation_dtype(model.dtype) if is_state else model.dtype
         blocks.append(
             make(
-                plan,
+                layout,
                 parameters,
                 dtype,
                 device,
-                groups.buffers[plan.group],
+                groups.buffers[layout.group],
                 0 if is_state else zero_stage,
                 grad_dtype if train else None,
                 host,

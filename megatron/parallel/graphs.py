@@ -40,7 +40,7 @@ from megatron.parallel.layer_runner import (
     LostGradientError,
     check_all_params_got_grads,
 )
-from megatron.parallel.pipeline import Pipeline, StepState, StepSums, Task, objectives_of
+from megatron.parallel.pipeline import Pipeline, StepState, StepSums, Task, aux_losses_of
 from megatron.parallel.schedule import Kind, Schedule
 
 STEPS_WITHOUT = 1
@@ -129,14 +129,14 @@ class GraphedRunner(LayerRunner):
     """
 
     def __init__(self, model: GPTModel, device: torch.device, graph: type[CudaGraph] = CudaGraph):
-        super().__init__(objectives=objectives_of(model))
+        super().__init__(aux_losses=aux_losses_of(model))
         if graph is CudaGraph and device.type != "cuda":
             raise UserError("--cuda-graphs: needs a GPU; drop the flag")
         self.graph = graph
         self.steps = 0
         # whose results other computations read, when the next replay has overwritten them
-        self.first = {chunk[0][1] for chunk in model.chunks}
-        self.last = {chunk[-1][1] for chunk in model.chunks}
+        self.first = {named[0][1] for named in model.layers_by_stage}
+        self.last = {named[-1][1] for named in model.layers_by_stage}
         self.slots: dict[int, MicroBatchSlot] = {}  # by the identity of their micro-batches
         self.free: list[MicroBatchSlot] = []
         self.captured: dict[tuple[Layer, int], CapturedLayer] = {}
@@ -251,7 +251,7 @@ class GraphedPipeline(Pipeline):
     def backward(self, step: StepState, task: Task) -> None:
         """A backward pass; the slots of micro-batches that have had their last pass are free."""
         super().backward(step, task)
-        for micro in task.ends:
+        for micro in task.finished_micro_batches:
             self.runner.free_slot(step.micro_batches[micro])
 
 

@@ -32,8 +32,7 @@ from megatron.model.linear import WeightGrad, add_weight_grads, deferring_weight
 from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.schedule import Kind
 
-Call = tuple[Layer, Kind]  # one pass of a layer
-Pass = tuple[Layer, Kind, int]  # the same on a micro-batch
+Pass = tuple[Layer, Kind, int]  # of a layer on a micro-batch
 
 
 class Inputs(NamedTuple):
@@ -52,7 +51,7 @@ class Graph(NamedTuple):
     x: Tensor | None
     output: GradientEdge
     # of the scalars that are differentiated along with the loss
-    objectives: list[tuple[GradientEdge, torch.dtype]]
+    aux_losses: list[tuple[GradientEdge, torch.dtype]]
 
 
 # What a layer saves for its next pass: its graph; its input, where it is recomputed; the weight
@@ -75,14 +74,14 @@ class LostGradientError(RuntimeError):
 
 class LayerRunner:
     """Makes passes of layers. `sharing`: the ranks that hold the same input of a layer, and
-    keep a share of it each where it is recomputed; `objectives`: auxiliary outputs of layers that
-    are differentiated along with the loss.
+    keep a share of it each where it is recomputed; `aux_losses`: the scalars of layers that are
+    differentiated along with the loss.
     """
 
-    def __init__(self, sharing: Axis = ALONE, objectives: Iterable[str] = ()):
-        self.sharing, self.objectives = sharing, frozenset(objectives)
-        self.parameters: dict[Layer, list[nn.Parameter]] = {}  # of layers with a backward pass
-        self.checked: set[Layer] = set()  # whose parameters all get gradients
+    def __init__(self, sharing: Axis = ALONE, aux_losses: Iterable[str] = ()):
+        self.sharing, self.aux_losses = sharing, frozenset(aux_losses)
+        # of layers that have had a backward pass, which gave all of them gradients
+        self.parameters: dict[Layer, list[nn.Parameter]] = {}
 
     def forward(
         self,
@@ -92,8 +91,8 @@ class LayerRunner:
         scalars: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Saved]:
         """The output [s, b, h], detached, and what the backward pass needs: the layer's graph, its
-        inputs alone where it is recomputed, None where nothing is differentiated. Auxiliary outputs
-        are added to `scalars`, if there are any.
+        inputs alone where it is recomputed, None where nothing is differentiated. The layer's
+        scalars are added to `scalars`.
         """
         # A recomputed layer runs without a graph now, and with one when its backward pass comes.
         if torch.is_grad_enabled() and layer.recompute.whole:
@@ -104,26 +103,26 @@ class LayerRunner:
         y = layer(leaf, micro)
         if isinstance(y, WithScalars) or not y.requires_grad:
             return self.graph_of(leaf, y, scalars)
-        return y.detach(), Graph(leaf, get_gradient_edge(y), [])
+        return y.detach(), Graph(leaf, get_gradient_edge(y), [])  # the usual case, without a call
 
     def graph_of(
         self, leaf: Tensor | None, y: Tensor | WithScalars, scalars: dict[str, Tensor] | None
     ) -> tuple[Tensor, Graph | None]:
         """The output of a layer, detached, and its graph, whose input gradient is that of `leaf`.
-        `scalars`: None in a second forward pass, whose auxiliary outputs have been counted.
+        `scalars`: None in a second forward pass, whose scalars have been counted.
         """
-        auxiliary: dict[str, Tensor] = {}
+        own: dict[str, Tensor] = {}
         if isinstance(y, WithScalars):
-            y, auxiliary = y
-            add_scalars(scalars, auxiliary)
+            y, own = y
+            add_scalars(scalars, own)
         if not y.requires_grad:
             return y.detach(), None
-        objectives = [
+        aux_losses = [
             (get_gradient_edge(value), value.dtype)
-            for name, value in auxiliary.items()
-            if name in self.objectives and value.requires_grad
+            for name, value in own.items()
+            if name in self.aux_losses and value.requires_grad
         ]
-        return y.detach(), Graph(leaf, get_gradient_edge(y), objectives)
+        return y.detach(), Graph(leaf, get_gradient_edge(y), aux_losses)
 
     # ---- full recomputation
 
@@ -134,8 +133,8 @@ class LayerRunner:
         with torch.no_grad():
             y = layer(x, micro)
         if isinstance(y, WithScalars):
-            y, auxiliary = y
-            add_scalars(scalars, auxiliary)
+            y, own = y
+            add_scalars(scalars, own)
         return y, self._inputs(x, micro) if layer.recompute.first else Inputs(None, micro)
 
     def forward_again(self, layer: Layer, saved: Inputs) -> tuple[Tensor, Graph | None]:
@@ -194,8 +193,8 @@ class LayerRunner:
         assert isinstance(saved, Graph)
         if kind is Kind.BACKWARD:
             return self._differentiate(layer, saved, dy, aux_scale), None
-        with deferring_weight_grads(layer) as left:
-            return self._differentiate(layer, saved, dy, aux_scale, left), left
+        with deferring_weight_grads(layer) as deferred:
+            return self._differentiate(layer, saved, dy, aux_scale, deferred), deferred
 
     def _differentiate(
         self,
@@ -203,23 +202,22 @@ class LayerRunner:
         graph: Graph,
         dy: Tensor,
         aux_scale: float,
-        left: Sequence[WeightGrad] = (),
+        deferred: Sequence[WeightGrad] = (),
     ) -> Tensor | None:
-        """The gradient of x; those of parameters are in their main_grad, in `left`, or (where that
-        is to come first) still in `.grad`.
+        """The gradient of x; those of parameters are in their main_grad, in `deferred`, or (where
+        that is to come first) still in `.grad`.
         """
         # One call of autograd for the output and all auxiliary losses, so that each node runs once.
         edges, gradients = [graph.output], [dy]
-        for edge, dtype in graph.objectives:
+        for edge, dtype in graph.aux_losses:
             edges.append(edge)
             gradients.append(torch.full((), aux_scale, dtype=dtype, device=dy.device))
-        # The first backward pass of a layer proves that each parameter in the graph gets a
+        # The first backward pass of this layer proves that each parameter in the graph gets a
         # gradient; the set of parameters does not change afterwards.
         checks: AbstractContextManager[None] = contextlib.nullcontext()
-        if layer not in self.checked:
-            self.checked.add(layer)
+        if layer not in self.parameters:
             self.parameters[layer] = list(layer.parameters())
-            checks = check_all_params_got_grads(edges, left)
+            checks = check_all_params_got_grads(edges, deferred)
         with checks:
             torch.autograd.backward(edges, gradients)
             # our layers have added to main_grad themselves
@@ -228,10 +226,10 @@ class LayerRunner:
         return None if graph.x is None else graph.x.grad
 
 
-def add_scalars(totals: dict[str, Tensor] | None, auxiliary: dict[str, Tensor]) -> None:
-    """Add the auxiliary outputs of a layer, in float64; nothing where they have been counted."""
+def add_scalars(totals: dict[str, Tensor] | None, scalars: dict[str, Tensor]) -> None:
+    """Add the scalars of a layer, in float64; nothing where they have been counted."""
     if totals is not None:
-        for name, value in auxiliary.items():
+        for name, value in scalars.items():
             totals[name] = totals.get(name, 0.0) + value.detach().double()
 
 
@@ -253,7 +251,7 @@ def accumulate_into_main_grad(parameters: Sequence[nn.Parameter]) -> None:
 
 @contextlib.contextmanager
 def check_all_params_got_grads(
-    edges: Sequence[GradientEdge], left: Sequence[WeightGrad]
+    edges: Sequence[GradientEdge], deferred: Sequence[WeightGrad]
 ) -> Iterator[None]:
     """Around a backward pass from `edges`: LostGradientError when a parameter that the graph uses
     was given no gradient.
@@ -267,12 +265,12 @@ def check_all_params_got_grads(
         if parameter.main_grad is not None:
             parameter.main_grad = parameter.main_grad.data
     yield
-    arrived = {id(each.weight) for each in left}
+    to_come = {id(each.weight) for each in deferred}
     lost = [
         parameter.label
         for parameter in parameters
         if parameter.grad is None
-        and id(parameter) not in arrived
+        and id(parameter) not in to_come
         and not (parameter.main_grad is not None and parameter.main_grad._version)
     ]
     if lost:

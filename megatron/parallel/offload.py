@@ -246,9 +246,9 @@ class OffloadingRunner(LayerRunner):
         device: torch.device,
         smallest: int,
         sharing: Axis = ALONE,
-        objectives: Iterable[str] = (),
+        aux_losses: Iterable[str] = (),
     ):
-        super().__init__(sharing, objectives)
+        super().__init__(sharing, aux_losses)
         self.smallest = smallest
         self.copies = HostCopies(device)
         self.routes: dict[int, Route] = {}  # by identity of their passes, which they keep

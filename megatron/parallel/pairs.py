@@ -41,22 +41,22 @@ class PairedPipeline(Pipeline):
         dy = step.input_of(backward)
         saved = step.saved.pop((backward.stage, backward.micro))
         x, micro_batch = step.input_of(forward), step.micro_batches[forward.micro]
-        kept: deque[Saved] = deque()
+        saved_forward: deque[Saved] = deque()
 
-        def run_backward(call: LayerPass) -> None:
+        def run_backward(each: LayerPass) -> None:
             """One layer of the backward pass."""
             nonlocal dy
-            if call.kind is Kind.REBUILD:
-                self.rebuild(backward.stage, call.layer, saved)
+            if each.kind is Kind.REBUILD:
+                self.rebuild(backward.stage, each.layer, saved)
                 return
             # A pair is never split: the weight gradients belong to this pass.
-            dy, _ = self.runner.backward(call.kind, call.layer, dy, saved.pop(), step.aux_scale)
+            dy, _ = self.runner.backward(each.kind, each.layer, dy, saved.pop(), step.aux_scale)
 
-        def run_forward(call: LayerPass) -> None:
+        def run_forward(each: LayerPass) -> None:
             """One layer of the forward pass."""
             nonlocal x
-            x, own = self.runner.forward(call.layer, x, micro_batch, step.scalars)
-            kept.append(own)
+            x, saved_by_layer = self.runner.forward(each.layer, x, micro_batch, step.scalars)
+            saved_forward.append(saved_by_layer)
 
         # Two layers at a time, until one of the two is over: stages may have different numbers of
         # layers.
@@ -68,25 +68,25 @@ class PairedPipeline(Pipeline):
         # Both results are handed over when both passes are over, in the order of the schedule.
         if backward.stage > 0:
             step.messages.put(Message(Kind.BACKWARD, backward.stage - 1, backward.micro), dy)
-        step.store_outputs(forward, x, kept)
+        step.store_outputs(forward, x, saved_forward)
 
     def _run_turn(
         self, step: StepState, turn: list[tuple[Callable[[LayerPass], None], LayerPass]]
     ) -> None:
         """The passes of two layers at the same time, or of one alone."""
-        for _, call in turn:
-            if call.before is not None:
-                self.zero.before_pass(call.before)
-        runs = [partial(_run_traced, step, run, call) for run, call in turn]
+        for _, each in turn:
+            if each.before is not None:
+                self.zero.before_pass(each.before)
+        runs = [partial(_run_traced, step, run, each) for run, each in turn]
         if len(runs) == 2:
             self.run_overlapped(*runs)
         else:
             runs[0]()
-        for _, call in turn:
-            if call.after is not None:
-                self.zero.after_pass(call.after)
+        for _, each in turn:
+            if each.after is not None:
+                self.zero.after_pass(each.after)
 
 
-def _run_traced(step: StepState, run: Callable[[LayerPass], None], call: LayerPass) -> None:
-    with step.in_trace(call.label):
-        run(call)
+def _run_traced(step: StepState, run: Callable[[LayerPass], None], each: LayerPass) -> None:
+    with step.in_trace(each.label):
+        run(each)

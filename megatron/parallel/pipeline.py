@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron.distributed.groups import Groups
 from megatron.distributed.ranges import trace_range
 from megatron.model.gpt import GPTModel
-from megatron.model.layer import Layer, MicroBatch
-from megatron.parallel.layer_runner import Call, LayerRunner, Pass, Saved
+from megatron.model.layer import OBJECTIVE_SUM, Layer, MicroBatch
+from megatron.parallel.layer_runner import LayerRunner, Pass, Saved
 from megatron.parallel.messages import StageMessages
 from megatron.parallel.recording import Recording
 from megatron.parallel.schedule import (
@@ -30,6 +30,7 @@ from megatron.parallel.schedule import (
     Kind,
     Message,
     Schedule,
+    Tasks,
     acknowledgements,
 )
 from megatron.parallel.zero import Zero
@@ -43,7 +44,7 @@ class StepSums(NamedTuple):
 
     # micro-batch -> [objective sum, reported loss sum], on the rank with the head
     losses: dict[int, Tensor]
-    # auxiliary outputs of layers by name, summed over micro-batches (float64)
+    # scalars of layers by name, summed over micro-batches (float64)
     scalars: dict[str, Tensor]
 
 
@@ -63,7 +64,7 @@ class Task(NamedTuple):
     actions: tuple[Action, ...]
     label: str = ""  # in a trace
     passes: tuple[LayerPass, ...] = ()
-    ends: tuple[int, ...] = ()  # micro-batches that this rank has no more use for
+    finished_micro_batches: tuple[int, ...] = ()  # that this rank has no more use for
 
 
 class RankSchedule(NamedTuple):
@@ -72,18 +73,18 @@ class RankSchedule(NamedTuple):
     schedule: Schedule
     tasks: list[Task]
     acknowledgements: dict[Message, tuple[int, int]]
-    passes: list[Pass]  # of all tasks
+    passes: list[Pass]  # of all tasks, whose order offloaded activations need
     zero_plan: ZeroPlan
     trains: bool  # it has backward passes, else it is an evaluation
 
 
 class StepState:
-    """What is alive during one run of a schedule. Gradients are those of `loss_scale` x loss and
+    """What is alive during one run of a schedule. Gradients are those of `scale` x loss and
     `aux_scale` x auxiliary losses.
     """
 
-    def __init__(self, messages: StageMessages, loss_scale: float, aux_scale: float):
-        self.messages, self.loss_scale, self.aux_scale = messages, loss_scale, aux_scale
+    def __init__(self, messages: StageMessages, scale: float, aux_scale: float):
+        self.messages, self.scale, self.aux_scale = messages, scale, aux_scale
         self.last_stage = len(messages.placement) - 1
         self.in_trace = trace_range()
         self.micro_batches: dict[int, MicroBatch] = {}  # in flight
@@ -91,7 +92,7 @@ class StepState:
         # backward passes pop from the right.
         self.saved: dict[tuple[int, int], deque[Saved]] = {}
         self.losses: dict[int, Tensor] = {}  # by micro-batch: the head's sums
-        self.scalars: dict[str, Tensor] = {}  # auxiliary outputs of layers
+        self.scalars: dict[str, Tensor] = {}  # of layers
 
     def input_of(self, action: Action) -> Tensor | None:
         """The hidden states or the gradient [s, b, h] that a computation reads; None for the first
@@ -104,7 +105,7 @@ class StepState:
         if kind is Kind.BACKWARD_WEIGHT:
             return None
         if stage == self.last_stage:
-            return loss_gradient(self.losses[micro], self.loss_scale)
+            return loss_gradient(self.losses[micro], self.scale)
         return self.messages.wait_for(Message(Kind.BACKWARD, stage, micro), action)
 
     def store_outputs(self, action: Action, y: Tensor, saved: deque[Saved]) -> None:
@@ -140,11 +141,13 @@ class Pipeline:
         self.placement, self.shape, self.groups, self.device = placement, shape, groups, device
         self.rank = groups.pp.rank
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
-        chunks = ([layer for _, layer in chunk] for chunk in model.chunks)
-        self.layers: dict[int, list[Layer]] = dict(zip(own, chunks, strict=True))  # by stage
-        self.names = {layer: name for chunk in model.chunks for name, layer in chunk}
-        self.calls = {
-            (kind, stage): calls_of(kind, layers)
+        self.layers: dict[int, list[Layer]] = {
+            stage: [layer for _, layer in named]
+            for stage, named in zip(own, model.layers_by_stage, strict=True)
+        }
+        self.names = {layer: name for named in model.layers_by_stage for name, layer in named}
+        self.passes = {
+            (kind, stage): passes_of(kind, layers)
             for kind in COMPUTATIONS
             for stage, layers in self.layers.items()
         }
@@ -166,34 +169,37 @@ class Pipeline:
             )
         # 1. The passes of layers in their order (sends and receives have none), and what ZeRO does
         # around each.
-        orders = list(schedule.tasks(self.rank))
-        turns = [list(self._turns_of(actions)) for actions in orders]
-        zero_plan = self.zero.plan([turn for own in turns for turn in own])
+        task_actions = schedule.tasks(self.rank)
+        turns_by_task = [list(self._turns_of(actions)) for actions in task_actions]
+        zero_plan = self.zero.planner.plan([turn for turns in turns_by_task for turn in turns])
 
         # 2. Each task with its passes, and those with their part of that plan.
-        around = iter(zero_plan.passes)
-        passes = [
-            tuple(self._layer_pass(each, *next(around)) for turn in own for each in turn)
-            for own in turns
-        ]
-        plan = RankSchedule(
+        finished, around = _finished_micro_batches(task_actions), iter(zero_plan.passes)
+        tasks, passes = [], []
+        for index, actions in enumerate(task_actions):
+            own = [each for turn in turns_by_task[index] for each in turn]
+            layer_passes = tuple(self._layer_pass(each, *next(around)) for each in own)
+            tasks.append(Task(actions, _label(actions), layer_passes, finished[index]))
+            passes += own
+        prepared = RankSchedule(
             schedule,
-            list(map(Task, orders, map(_label, orders), passes, _ends(orders))),
+            tasks,
             acknowledgements(schedule, self.rank),
-            [each for own in turns for turn in own for each in turn],
+            passes,
             zero_plan,
-            trains=any(action.kind in BACKWARDS for actions in orders for action in actions),
+            trains=any(action.kind in BACKWARDS for action in schedule.actions[self.rank]),
         )
-        self.prepared[id(schedule)] = plan
-        return plan
+        self.prepared[id(schedule)] = prepared
+        return prepared
 
     def _turns_of(self, actions: tuple[Action, ...]) -> Iterator[list[Pass]]:
         """The passes of layers of a computation, one in each turn; of a pair one of each."""
-        calls_of_each = [self.calls.get((action.kind, action.stage), ()) for action in actions]
-        for calls in zip_longest(*calls_of_each):
-            yield [
-                (*call, action.micro) for action, call in zip(actions, calls) if call is not None
-            ]
+        passes_of_each = [
+            [(*each, micro) for each in self.passes.get((kind, stage), ())]
+            for kind, stage, micro in actions
+        ]
+        for turn in zip_longest(*passes_of_each):
+            yield [each for each in turn if each is not None]
 
     def _layer_pass(self, each: Pass, before: Before | None, after: After | None) -> LayerPass:
         layer, kind, micro = each
@@ -206,32 +212,31 @@ class Pipeline:
         self,
         schedule: Schedule,
         micro_batches: Iterator[MicroBatch],
-        loss_scale: float = 0.0,
+        scale: float = 0.0,
         recording: Recording | None = None,
         *,
         aux_scale: float | None = None,
     ) -> StepSums:
-        """Carry out a schedule: add the gradients of loss_scale x objective of all micro-batches to
+        """Carry out a schedule: add the gradients of scale x objective of all micro-batches to
         main_grad, or compute the losses alone where it has no backward passes.
 
         `micro_batches` are taken one by one, when their first computation on this rank begins;
-        `aux_scale` (default: loss_scale) multiplies the layers' part of the objective. Raises
+        `aux_scale` (default: scale) multiplies the layers' part of the objective. Raises
         PeerError when a neighbor dies or hangs.
         """
-        plan = self.prepare(schedule)
-        # a training step ends with Zero.end_step; an evaluation has no gradients
-        self.zero.begin_step(plan.zero_plan)
+        prepared = self.prepare(schedule)
+        self.zero.start_first_gathers(prepared.zero_plan)
         messages = StageMessages(
             self.placement,
             self.groups,
-            plan.acknowledgements,
+            prepared.acknowledgements,
             self.shape,
             self.model.dtype,
             self.device,
         )
-        step = StepState(messages, loss_scale, loss_scale if aux_scale is None else aux_scale)
-        with torch.set_grad_enabled(plan.trains):
-            for task in plan.tasks:
+        step = StepState(messages, scale, scale if aux_scale is None else aux_scale)
+        with torch.set_grad_enabled(prepared.trains):
+            for task in prepared.tasks:
                 action = task.actions[0]
                 if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                     messages.send(action)
@@ -250,7 +255,7 @@ class Pipeline:
                         self.backward(step, task)
                 if recording is not None:
                     recording.add(task.actions, begun)
-                for micro in task.ends:
+                for micro in task.finished_micro_batches:
                     del step.micro_batches[micro]
         # The last sends may still be on their way: their tensors are freed when they have arrived.
         messages.finish()
@@ -269,10 +274,10 @@ class Pipeline:
             if before is not None:
                 self.zero.before_pass(before)
             with step.in_trace(label):
-                x, kept = self.runner.forward(layer, x, micro_batch, step.scalars)
+                x, saved_by_layer = self.runner.forward(layer, x, micro_batch, step.scalars)
             if after is not None:
                 self.zero.after_pass(after)
-            saved.append(kept)
+            saved.append(saved_by_layer)
         step.store_outputs(action, x, saved)
 
     def backward(self, step: StepState, task: Task) -> None:
@@ -281,7 +286,7 @@ class Pipeline:
         _, stage, micro = action
         # Popped one by one: what a layer has saved is freed as soon as its backward pass is over.
         dy, saved = step.input_of(action), step.saved.pop((stage, micro))
-        deferred: deque[Saved] = deque()  # for the second half
+        for_second_half: deque[Saved] = deque()
         for layer, kind, label, before, after in task.passes:
             if before is not None:
                 self.zero.before_pass(before)
@@ -289,17 +294,19 @@ class Pipeline:
                 if kind is Kind.REBUILD:
                     self.rebuild(stage, layer, saved)
                 else:
-                    dy, kept = self.runner.backward(kind, layer, dy, saved.pop(), step.aux_scale)
+                    dy, deferred = self.runner.backward(
+                        kind, layer, dy, saved.pop(), step.aux_scale
+                    )
                     # In the order of the layers: the second half, which runs from the last layer
                     # to the first as well, pops from the right.
                     if kind is Kind.BACKWARD_INPUT:
-                        deferred.appendleft(kept)
+                        for_second_half.appendleft(deferred)
             if after is not None:
                 self.zero.after_pass(after)
 
         # The gradient goes to the stage before; the second half of a split pass has none.
         if action.kind is Kind.BACKWARD_INPUT:
-            step.saved[stage, micro] = deferred
+            step.saved[stage, micro] = for_second_half
         if action.kind is not Kind.BACKWARD_WEIGHT and stage > 0:
             step.messages.put(Message(Kind.BACKWARD, stage - 1, micro), dy)
 
@@ -309,7 +316,7 @@ class Pipeline:
         saved[index], saved[index + 1] = self.runner.rebuild(layer, saved[index], saved[index + 1])
 
 
-def calls_of(kind: Kind, layers: Sequence[Layer]) -> list[Call]:
+def passes_of(kind: Kind, layers: Sequence[Layer]) -> list[tuple[Layer, Kind]]:
     """The passes that a computation of a stage consists of. A layer that cannot split its backward
     pass does all of it in the first half. Layers that are recomputed in a group are rebuilt in
     order, up to the last, whose own backward pass does that.
@@ -320,17 +327,17 @@ def calls_of(kind: Kind, layers: Sequence[Layer]) -> list[Call]:
         return [(layer, kind) for layer in reversed(layers) if layer.splits_backward]
     # From the last layer to the first; a group that is recomputed together is rebuilt when its last
     # layer is reached.
-    calls: list[Call] = []
+    passes: list[tuple[Layer, Kind]] = []
     for place, layer in reversed(list(enumerate(layers))):
         if layer.recompute.last:
             first = max(at for at in range(place + 1) if layers[at].recompute.first)
-            calls += [(before, Kind.REBUILD) for before in layers[first:place]]
-        calls.append((layer, kind if layer.splits_backward else Kind.BACKWARD))
-    return calls
+            passes += [(before, Kind.REBUILD) for before in layers[first:place]]
+        passes.append((layer, kind if layer.splits_backward else Kind.BACKWARD))
+    return passes
 
 
-def objectives_of(model: GPTModel) -> list[str]:
-    """The auxiliary outputs of layers that are differentiated along with the loss."""
+def aux_losses_of(model: GPTModel) -> list[str]:
+    """The scalars of layers that are differentiated along with the loss."""
     return [spec.name for spec in model.scalars if spec.in_objective]
 
 
@@ -340,17 +347,18 @@ def loss_gradient(sums: Tensor, scale: float) -> Tensor:
     """
     # not zeros_like: on meta tensors, which the memory plan runs with, it imports sympy (2 s)
     dy = sums.new_zeros(sums.shape)
-    dy[0].fill_(scale)  # a tensor of numbers would be copied from the host, which waits for the GPU
+    # a tensor of numbers would be copied from the host, which waits for the GPU
+    dy[OBJECTIVE_SUM].fill_(scale)
     return dy
 
 
-def _ends(orders: Sequence[tuple[Action, ...]]) -> list[tuple[int, ...]]:
+def _finished_micro_batches(tasks: Tasks) -> list[tuple[int, ...]]:
     """For each task the micro-batches that are used by none after it. Messages use none."""
-    computed = [actions for actions in orders if actions[0].kind in COMPUTATIONS]
+    computed = [actions for actions in tasks if actions[0].kind in COMPUTATIONS]
     last_use = {action.micro: actions for actions in computed for action in actions}
     return [
         tuple(micro for _, _, micro in actions if last_use.get(micro) is actions)
-        for actions in orders
+        for actions in tasks
     ]
 
 

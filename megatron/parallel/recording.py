@@ -42,10 +42,10 @@ class Recording:
         """A computation begins now."""
         return self.now(), PEERS.waited
 
-    def add(self, unit: tuple[Action, ...], begun: tuple[Any, float]) -> None:
+    def add(self, task: tuple[Action, ...], begun: tuple[Any, float]) -> None:
         """The computation, or the pair, that began then has just ended."""
         (begin, waited), end = begun, self.now()
-        for action in unit:
+        for action in task:
             self.marks.append((action, begin, end))
             self.waited.append(PEERS.waited - waited)
 

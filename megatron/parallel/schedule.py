@@ -4,7 +4,7 @@ order.
 A model is cut into stages, numbered along the forward pass; `placement` specifies which rank holds
 each (several per rank: virtual stages). A schedule is a pure function of (ranks, virtual stages,
 micro-batches). It knows nothing of the data-parallel side: gathers and reductions follow from the
-order of the computations. Called from training/passes.py and the plan; read by
+order of the computations. Called from training/passes.py and the memory planner; read by
 parallel/pipeline.py.
 """
 
@@ -28,14 +28,14 @@ class Kind(enum.Enum):
     # input gradients (with those of norms and biases, and all of embedding and head)
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"  # the weight gradients that BACKWARD_INPUT left out
-    # a layer's forward pass once more, within one of the first two kinds of backward passes of its
-    # stage: no action of a schedule
-    REBUILD = "R"
     SEND_FORWARD = "SF"  # the stage's output, to the next stage
     RECEIVE_FORWARD = "RF"  # the stage's input, from the stage before; posted, not awaited
     SEND_BACKWARD = "SB"  # the gradient of the stage's input, to the stage before
     # the gradient of the stage's output, from the next stage; posted, not awaited
     RECEIVE_BACKWARD = "RB"
+    # Passes of layers only: a layer's forward pass once more, within BACKWARD or BACKWARD_INPUT of
+    # its stage.
+    REBUILD = "R"
 
     __hash__ = object.__hash__  # Enum's runs in Python, for each of millions of actions
 
@@ -45,11 +45,11 @@ WORDS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradient",
-    Kind.REBUILD: "rebuild",
     Kind.SEND_FORWARD: "send of the output",
     Kind.RECEIVE_FORWARD: "receive of the input",
     Kind.SEND_BACKWARD: "send of the input's gradient",
     Kind.RECEIVE_BACKWARD: "receive of the output's gradient",
+    Kind.REBUILD: "rebuild",
 }
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
@@ -74,6 +74,9 @@ class Message(NamedTuple):
     micro: int
 
 
+Tasks = Sequence[tuple[Action, ...]]  # of a rank: what runs at a time
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What every rank does in one step. With `pairs` a backward pass and a forward pass that comes
@@ -94,24 +97,9 @@ class Schedule:
     def stages(self) -> int:
         return len(self.placement)
 
-    def task(self, rank: int, index: int) -> tuple[Action, ...]:
-        """What a rank begins at a place of its list: one action, or a pair."""
-        actions = self.actions[rank]
-        if self.pairs:
-            # Only this order overlaps well: the tokens that a backward pass sends travel while the
-            # forward pass of a later micro-batch computes.
-            both = actions[index : index + 2]
-            if [action.kind for action in both] == [Kind.BACKWARD, Kind.FORWARD]:
-                return both
-        return (actions[index],)
-
-    def tasks(self, rank: int) -> Iterator[tuple[Action, ...]]:
+    def tasks(self, rank: int) -> Tasks:
         """What a rank does, one after the other: actions and pairs."""
-        index = 0
-        while index < len(self.actions[rank]):
-            task = self.task(rank, index)
-            yield task
-            index += len(task)
+        return tasks_of(self.actions[rank], self.pairs)
 
     def in_memory(self, rank: int) -> Iterator[Action]:
         """A rank's actions in an order in which as much is kept at a time as in the step: of a
@@ -121,11 +109,31 @@ class Schedule:
             yield from reversed(task)
 
 
+def task_at(actions: Sequence[Action], index: int, pairs: bool) -> tuple[Action, ...]:
+    """What a rank begins at a place of its list: one action, or with `pairs` two at a time."""
+    if pairs:
+        # Only this order overlaps well: the tokens that a backward pass sends travel while the
+        # forward pass of a later micro-batch computes.
+        both = tuple(actions[index : index + 2])
+        if [action.kind for action in both] == [Kind.BACKWARD, Kind.FORWARD]:
+            return both
+    return (actions[index],)
+
+
+def tasks_of(actions: Sequence[Action], pairs: bool) -> Tasks:
+    """A rank's list, cut into what runs at a time."""
+    tasks, index = [], 0
+    while index < len(actions):
+        tasks.append(task_at(actions, index, pairs))
+        index += len(tasks[-1])
+    return tasks
+
+
 # computations whose input or output travels between stages
 TRAVELLING = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
-def needs(action: Action, placement: Sequence[int]) -> Message | None:
+def message_needed(action: Action, placement: Sequence[int]) -> Message | None:
     """The message that a computation waits for; None when its input is made on the same rank, or
     there is none.
     """
@@ -136,7 +144,7 @@ def needs(action: Action, placement: Sequence[int]) -> Message | None:
     return Message(Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, micro)
 
 
-def makes(action: Action, placement: Sequence[int]) -> Message | None:
+def message_made(action: Action, placement: Sequence[int]) -> Message | None:
     """The message that a computation leaves to be sent; None when its result stays on the rank."""
     kind, stage, micro = action
     reader = stage + 1 if kind is Kind.FORWARD else stage - 1
@@ -188,7 +196,7 @@ def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, 
     mine = [
         message
         for action in schedule.actions[rank]
-        if action.kind in COMPUTATIONS and (message := makes(action, placement)) is not None
+        if action.kind in COMPUTATIONS and (message := message_made(action, placement)) is not None
     ]
     neighbours = {
         placement[stage + step]
@@ -201,11 +209,11 @@ def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, 
     # ours which its computations up to `index` read have arrived.
     for peer in neighbours:
         order = [action for action in schedule.actions[peer] if action.kind in COMPUTATIONS]
-        used = {needs(action, placement): index for index, action in enumerate(order)}
+        used = {message_needed(action, placement): index for index, action in enumerate(order)}
         sent = [used[message] for message in mine if placement[message.stage] == peer]
         count = 0
         for index, action in enumerate(order):
-            message = makes(action, placement)
+            message = message_made(action, placement)
             while count < len(sent) and sent[count] <= index:
                 count += 1
             if message is not None and placement[message.stage] == rank:
@@ -219,9 +227,6 @@ def send_of(computation: Action) -> Action:
     return Action(kind, computation.stage, computation.micro)
 
 
-Tasks = Sequence[tuple[Action, ...]]  # computations of a rank: what runs at a time
-
-
 def _messages_made(
     orders: Sequence[Tasks], placement: Sequence[int]
 ) -> dict[tuple[int, int], list[Message]]:
@@ -229,7 +234,7 @@ def _messages_made(
     made: dict[tuple[int, int], list[Message]] = {}
     for rank, order in enumerate(orders):
         for action in chain.from_iterable(order):
-            if (message := makes(action, placement)) is not None:
+            if (message := message_made(action, placement)) is not None:
                 made.setdefault((rank, placement[message.stage]), []).append(message)
     return made
 
@@ -237,7 +242,11 @@ def _messages_made(
 def _receives(orders: Sequence[Tasks], placement: Sequence[int]) -> list[dict[int, list[Action]]]:
     """For each rank the receives to post before a task, by the index of that one."""
     used = [
-        {needs(action, placement): index for index, task in enumerate(order) for action in task}
+        {
+            message_needed(action, placement): index
+            for index, task in enumerate(order)
+            for action in task
+        }
         for order in orders
     ]
     posts: list[dict[int, list[Action]]] = [{} for _ in orders]
@@ -255,7 +264,7 @@ def _receives(orders: Sequence[Tasks], placement: Sequence[int]) -> list[dict[in
     return posts
 
 
-def communicate(
+def insert_messages(
     orders: Sequence[Sequence[Action]], placement: Sequence[int], pairs: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
     """Add sends and receives to each rank's computations, of which some are `pairs`.
@@ -266,15 +275,14 @@ def communicate(
     """
     # Receives come before a task and sends after it. Both ranks of a channel derive their lists
     # from the same orders, so their messages match without any negotiation.
-    bare = Schedule("", tuple(placement), 0, tuple(map(tuple, orders)), pairs)
-    tasks = [list(bare.tasks(rank)) for rank in range(len(orders))]
+    tasks = [tasks_of(order, pairs) for order in orders]
     lists = []
     for order, posted in zip(tasks, _receives(tasks, placement)):
         actions: list[Action] = []
         for index, task in enumerate(order):
             actions += posted.get(index, ())
             actions += task
-            actions += [send_of(each) for each in task if makes(each, placement) is not None]
+            actions += [send_of(each) for each in task if message_made(each, placement) is not None]
         lists.append(tuple(actions))
     return tuple(lists)
 
@@ -307,7 +315,9 @@ def _gpipe(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
 def _one_forward_one_backward(
     ranks: int, virtual: int, micro_batches: int, pairs: bool = False
 ) -> list[list[Action]]:
-    """Rank r holds at most ranks - r micro-batches (PipeDream-flush, Narayanan et al. 2021).
+    """Rank r runs ranks - r - 1 forward passes ahead, then one forward and one backward pass in
+    turn, then the backward passes that remain: of 4 ranks rank 1 with 4 micro-batches FF FB FB BB.
+    It so holds at most ranks - r micro-batches (PipeDream-flush, Narayanan et al. 2021).
 
     With `pairs` at most 2 (ranks - r): a pair ends when both of its passes have, so that each rank
     runs two forward passes ahead of the next rank instead of one.
@@ -320,6 +330,7 @@ def _one_forward_one_backward(
         if pairs:
             letters = "F" * (2 * ahead + 1) + "BF" * micro_batches
         else:
+            # letters past the last micro-batch are dropped: "FB" ends as "B"
             letters = "F" * ahead + "FB" * micro_batches
         orders.append(_order(letters, micro_batches, rank))
     return orders
@@ -430,7 +441,9 @@ def build_schedule(
     assert rule.virtual in (None, virtual), f"{name} with {virtual} stages a rank"
     assert rule.pairs or not pairs, f"{name} in pairs"
     orders = BUILDERS[name](ranks, virtual, micro_batches, *[True] * pairs)
-    return Schedule(name, placement, micro_batches, communicate(orders, placement, pairs), pairs)
+    return Schedule(
+        name, placement, micro_batches, insert_messages(orders, placement, pairs), pairs
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -451,4 +464,4 @@ def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
         for stage in {placement[stage]: stage for stage in ready}.values():
             orders[placement[stage]].append(Action(Kind.FORWARD, stage, done[stage]))
             done[stage] += 1
-    return Schedule("forward-only", placement, micro_batches, communicate(orders, placement))
+    return Schedule("forward-only", placement, micro_batches, insert_messages(orders, placement))

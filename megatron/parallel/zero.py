@@ -1,25 +1,16 @@
-"""ZeRO 0 to 3 (Rajbhandari et al. 2020) as what is done before and after each pass of a layer: when
-weights are gathered and freed, when gradients are reduced.
+"""ZeRO 0 to 3 (Rajbhandari et al. 2020): carries out the plan of a schedule (zero_plan.py) around
+passes of layers. It starts gathers and waits for them, frees weights and reduces gradients.
 
-One code path, four lifetimes (parallel/blocks.py). A layer has one flat buffer (block) for each
-group of ranks that hold its parameters, and each block its own groups. A block's gradients are
-reduce-scattered over the ranks that share it as soon as its last backward pass is over: of the step
-at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two blocks have a
-gradient buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers
-a block before a pass needs it, overlapped with the computation of the block before, in the order
-that the schedule fixes, and frees it afterwards. There are no hooks, buckets or thresholds: the
-plan of a schedule (zero_plan.py) specifies what happens around each pass. What an offloaded block
-gathers comes from the host's memory, overlapped in the same way.
-
-Under a split backward pass the gradients of norms, biases and positions exist before those of the
-matrices: a small buffer keeps them from one half to the other. Called from parallel/pipeline.py
-around passes of layers, and from training/step.py at the end of a step.
+Stages 0 and 1 reduce once a step (with --overlap-grad-reduce after a block's last backward pass),
+stages 2 and 3 after each micro-batch; stage 0 gathers the sums back. parallel/blocks.py has a table
+of what a rank holds when. Called from parallel/pipeline.py around passes of layers, and from
+training/step.py at the end of a step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -38,7 +29,6 @@ from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
 from megatron.parallel.blocks import Block
 from megatron.parallel.grad_norm import sum_of_squares
-from megatron.parallel.layer_runner import Pass
 from megatron.parallel.zero_plan import After, Before, ZeroPlan, ZeroPlanner
 
 
@@ -58,20 +48,22 @@ class Zero:
         self.overlap_reduce = config.overlap_grad_reduce
         self.overlap_gather = config.overlap_param_gather
         self.reduce_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else None
-        self.layers = self.planner.of_layers
         self.workspace = self._reduction_workspace()
         self._make_streams(blocks[0].weight.device)
 
-        # What passes change. Between two steps all of it is empty but `gathering` and `deferred`.
+        # What passes change. Between two steps all of it is empty but `gathering` and `host_steps`.
         self.gathering: dict[Block, Handle] = {}
-        # steps of blocks on the host
-        self.deferred: dict[Block, Callable[[], None]] = {}
+        # the optimizer's steps of blocks on the host that are not made yet
+        self.host_steps: dict[Block, Callable[[], None]] = {}
         self.reducing: tuple[Block, Tensor, Handle] | None = None
         # gradient buffers that a side stream may still read, and the event after which none does
         self.spent: list[tuple[Tensor, Any]] = []
         # stage 0: sums on their way back to all ranks
         self.returning: list[tuple[Block, Handle]] = []
-        self.watched: Tensor | None = None
+        # What is done with a block's gradients as soon as they are complete: they are reduced, or
+        # nothing where that waits for the end of the step.
+        early = self.planner.reduces and (self.zero_stage >= 2 or self.overlap_reduce)
+        self.when_complete = self._reduce_complete if early else None
 
     @cached_property
     def is_hybrid(self) -> bool:
@@ -100,21 +92,15 @@ class Zero:
         item = max(
             ((self.reduce_dtype or block.grad_dtype).itemsize for block in self.trained), default=0
         )
-        return max((block.size for block in self.layers), default=0) * item // 2
+        return max((block.size for block in self.planner.transformer_blocks), default=0) * item // 2
 
     # ---- passes
 
-    def plan(self, turns: Sequence[Sequence[Pass]]) -> ZeroPlan:
-        """What will be done around these passes, in this order; those of a turn run at the same
-        time.
-        """
-        return self.planner.plan(turns)
-
-    def begin_step(self, plan: ZeroPlan) -> None:
-        """The passes of this plan will come now."""
+    def start_first_gathers(self, plan: ZeroPlan) -> None:
+        """Before the passes of this plan: gather what the first of them reads (stage 3)."""
         assert self.reducing is None
         for block in plan.first:
-            self._gather(block)
+            self._start_gather(block)
 
     def before_pass(self, todo: Before) -> None:
         """Before a pass of a layer on a micro-batch: make its weights whole, and give its gradients
@@ -125,8 +111,6 @@ class Zero:
 
         # Room for gradients.
         for block in todo.opens:
-            if block.grad is not None:
-                continue
             if self.reducing is not None or self.spent:
                 self._make_room(block)
             block.open()
@@ -137,45 +121,37 @@ class Zero:
 
         # Weights: those of the last update have arrived (stages 0 to 2), or are whole (stage 3).
         for block in todo.waits_for:
-            self._arrive(block)
+            self._wait_for_block(block)
         for block in todo.gathers:
-            self._gather(block)
+            self._start_gather(block)
         for block in todo.gathers:
-            self._arrive(block)
+            self._wait_for_block(block)
         # A step on the host would hold up the pass: then the next block is gathered after the pass
         # is queued.
-        if not any(block in self.deferred for block in todo.prefetches):
+        if not any(block in self.host_steps for block in todo.prefetches):
             for block in todo.prefetches:
-                self._gather(block)
+                self._start_gather(block)
 
     def after_pass(self, todo: After) -> None:
         """After the pass, which is queued: start what is read next, free the weights, reduce the
         gradients that are complete.
         """
         for block in todo.prefetches:
-            self._gather(block)
+            self._start_gather(block)
         for block in todo.frees:
             block.release()
-        if todo.updates in self.deferred:
+        if todo.updates in self.host_steps:
             # The pass is queued. The host updates what comes next while the GPU computes.
             self._carry_out(todo.updates)
         for block in todo.closes_early:
             block.close_early()
-        # Gradients that have had all passes of a period are reduced, or counted while watched.
-        for block in todo.reduces:
+        for block in todo.completes:
             block.complete()
-            if self.watched is not None:
-                self.watched += sum_of_squares([block.close()], block.weight.device)
-            elif self.planner.reduces and (self.zero_stage >= 2 or self.overlap_reduce):
-                with self.on_stream(self.reduce_stream):
-                    self._reduce(block)
-                    if not self.overlap_reduce:
-                        self._finish_reduction()
+            if self.when_complete is not None:
+                self.when_complete(block)
 
-    def end_step(self) -> None:
-        """All passes that began with `begin_step` are over; when it returns the gradients are
-        complete.
-        """
+    def finish_gradients(self) -> None:
+        """After all passes of a step: finish the reductions, and sum over the other axes."""
         if self.planner.reduces:
             self._finish_all_reductions()
         if self.is_hybrid:
@@ -188,7 +164,7 @@ class Zero:
         with self.on_stream(self.reduce_stream):
             if self.zero_stage < 2 and not self.overlap_reduce:
                 for block in self.trained:
-                    self._reduce(block)
+                    self._start_reduction(block)
             self._finish_reduction()
             # Stage 0: every rank updates all of a block, so the sums come back whole.
             for block, pending in self.returning:
@@ -205,11 +181,16 @@ class Zero:
         """While open no gradient leaves its rank or is kept: what it yields is the sum of squares
         (float64) of those that were complete.
         """
-        self.watched = torch.zeros((), dtype=torch.float64, device=self.blocks[0].weight.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.blocks[0].weight.device)
+
+        def add_squares(block: Block) -> None:
+            total.add_(sum_of_squares([block.close()], block.weight.device))
+
+        usual, self.when_complete = self.when_complete, add_squares
         try:
-            yield self.watched
+            yield total
         finally:
-            self.watched = None
+            self.when_complete = usual
 
     # ---- weights
 
@@ -224,27 +205,27 @@ class Zero:
                     block.part(block.weight), block.groups.shard_gather, out=block.weight
                 )
             if not self.overlap_gather:
-                self._arrive(block)
+                self._wait_for_block(block)
 
     def defer(self, block: Block, step: Callable[[], None]) -> None:
         """Make the step of a block on the host when the next pass comes near the block, or in
         `wait_for_weights`.
         """
-        self.deferred[block] = step
+        self.host_steps[block] = step
 
     def wait_for_weights(self) -> None:
         """Wait for all weights that are on their way or to be changed."""
         for block in self.blocks:
-            self._arrive(block)
+            self._wait_for_block(block)
 
     def _carry_out(self, block: Block) -> None:
         """Make the deferred step of a block."""
-        self.deferred.pop(block)()
+        self.host_steps.pop(block)()
         self.all_gather_weights(block)
 
-    def _arrive(self, block: Block) -> None:
+    def _wait_for_block(self, block: Block) -> None:
         """Wait until a block's weights are those of this step, and whole."""
-        if block in self.deferred:
+        if block in self.host_steps:
             self._carry_out(block)
         if block in self.gathering:
             self.gathering.pop(block).wait()
@@ -252,16 +233,16 @@ class Zero:
             if self.gather_stream is not None and block.groups.shard.size == 1:
                 torch.cuda.current_stream().wait_stream(self.gather_stream)
 
-    def _gather(self, block: Block) -> None:
+    def _start_gather(self, block: Block) -> None:
         """Start to make a block's weights whole, if they are not."""
-        if block in self.deferred:
+        if block in self.host_steps:
             self._carry_out(block)
         if block.is_released:
             block.allocate()
             with self.on_stream(self.gather_stream):
                 own = block.part(block.untracked)
                 # of an offloaded block from the host, never run on a GPU
-                own.copy_(block.kept, non_blocking=True)
+                own.copy_(block.gathered_from, non_blocking=True)
                 self.gathering[block] = start_all_gather(
                     own, block.groups.shard_gather, out=block.untracked
                 )
@@ -271,7 +252,8 @@ class Zero:
     def _make_room(self, block: Block) -> None:
         """Free gradient buffers that have been reduced, before a block gets one."""
         # Never two gradients of the vocabulary's size: this one waits for the other's reduction.
-        if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):
+        layers = self.planner.transformer_blocks
+        if self.reducing is not None and layers.isdisjoint((block, self.reducing[0])):
             self._free_reduced()
         else:
             self._free_spent()
@@ -289,8 +271,15 @@ class Zero:
             torch.cuda.current_stream().wait_event(event)
         self.spent = []
 
-    def _reduce(self, block: Block) -> None:
-        """Start to sum this block's gradients; those of the one before have been summed by now."""
+    def _reduce_complete(self, block: Block) -> None:
+        """Reduce a block's complete gradients; with --overlap-grad-reduce only start to."""
+        with self.on_stream(self.reduce_stream):
+            self._start_reduction(block)
+            if not self.overlap_reduce:
+                self._finish_reduction()
+
+    def _start_reduction(self, block: Block) -> None:
+        """Start to sum this block's gradients, when the block before has been reduced."""
         self._finish_reduction()
         # its next backward pass, which may come at once, gets another buffer
         grad = block.close() if self.zero_stage >= 2 else block.grad

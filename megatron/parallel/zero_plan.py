@@ -30,7 +30,8 @@ COMPLETING = Kind.BACKWARD, Kind.BACKWARD_WEIGHT
 class Before(NamedTuple):
     """What is done before a pass, in this order."""
 
-    frees_reduced: bool = False  # activations are most during the pass: free what has been reduced
+    # most activations live during this pass, so free reduced gradient buffers first
+    frees_reduced: bool = False
     opens: Buffers = ()  # give these a gradient buffer
     opens_early: Buffers = ()  # or one for what a split backward pass completes in its first half
     adds_early: Buffers = ()  # which its second half adds
@@ -43,11 +44,12 @@ class Before(NamedTuple):
 class After(NamedTuple):
     """What is done after a pass, in this order."""
 
-    prefetches: Buffers = ()  # stage 3: what the next pass reads, where it is not on its way yet
+    # stage 3, again: `before_pass` leaves out a block whose step on the host is due
+    prefetches: Buffers = ()
     frees: Buffers = ()  # stage 3: weights that are not read again soon
     updates: Block | None = None  # whose step on the host runs while the device computes the pass
     closes_early: Buffers = ()
-    reduces: Buffers = ()  # their gradients have had all passes of a period
+    completes: Buffers = ()  # their gradients have had all passes of a period
 
 
 class ZeroPlan(NamedTuple):
@@ -59,7 +61,7 @@ class ZeroPlan(NamedTuple):
 
 class ZeroPlanner:
     """Makes the plan of a schedule. `buffers_of`: the buffers in which each layer has parameters;
-    `of_layers`: those of transformer layers, not of the vocabulary.
+    `transformer_blocks`: those of transformer layers, not of the vocabulary.
     """
 
     def __init__(
@@ -73,9 +75,9 @@ class ZeroPlanner:
         owner = {parameter: block for block in blocks for parameter in block.parameters}
         self.buffers_of: dict[Layer, Buffers] = {
             layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters()))
-            for _, layer in model.units()
+            for _, layer in model.named_layers()
         }
-        self.of_layers = {
+        self.transformer_blocks = {
             block
             for layer, buffers in self.buffers_of.items()
             if not layer.of_vocabulary
@@ -83,7 +85,7 @@ class ZeroPlanner:
         }
         self.users = Counter(block for buffers in self.buffers_of.values() for block in buffers)
         self.following = dict(pairwise(blocks))
-        self.last = {chunk[-1][1] for chunk in model.chunks}
+        self.last = {named[-1][1] for named in model.layers_by_stage}
 
     def plan(self, turns: Sequence[Sequence[Pass]]) -> ZeroPlan:
         """The plan of passes in their order; those of a turn run at the same time."""
@@ -202,7 +204,7 @@ class _Walk:
         if kind is Kind.BACKWARD_INPUT and self.zero_stage >= 2:
             found["closes_early"] = tuple(block for block in buffers if block.trained)
         if kind in COMPLETING:
-            found["reduces"] = self._completed(buffers)
+            found["completes"] = self._completed(buffers)
         return After(**found) if any(found.values()) else None
 
     def _updated(self, following: Block | None) -> Block | None:
@@ -243,7 +245,7 @@ class _Walk:
         the vocabulary's size; () for none.
         """
         other = next((other for other in self.needs if other != buffers), ())
-        return () if self.planner.of_layers.isdisjoint((*buffers, *other)) else other
+        return () if self.planner.transformer_blocks.isdisjoint((*buffers, *other)) else other
 
 
 def _gathered(buffers: Buffers) -> Buffers:

@@ -34,7 +34,7 @@ def evaluate(
     batch = run.config.training.global_batch_size
     samples = run.config.evaluation.eval_iters * batch
     # a pipeline needs many micro-batches in flight
-    step = run.chunk if run.groups.pp.size == 1 else batch
+    step = run.global_micro_batch_size if run.groups.pp.size == 1 else batch
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss sum, tokens
     earlier = None
     for first in range(0, samples, step):
@@ -45,7 +45,7 @@ def evaluate(
             return None
         earlier = requests
         sums = run_micro_batches(run, source, first, step, training=False)
-        total += torch.stack([sums.losses.sum(), sums.tokens.sum()])
+        total += torch.stack([sums.losses.sum(), sums.valid_tokens.sum()])
         progress(first + step, samples)
     loss, tokens = all_reduce(total, run.groups.world).tolist()
     return loss / tokens if tokens else float("nan")
@@ -133,7 +133,7 @@ def _next_token(run: Run, source: Source, window: np.ndarray, position: int, uni
     hook = run.model.head.register_forward_pre_hook(look) if run.pipeline.has_head else None
     try:
         prompt = replace(source, reader=_OneWindow(window))
-        run_micro_batches(run, prompt, 0, run.chunk, training=False)
+        run_micro_batches(run, prompt, 0, run.global_micro_batch_size, training=False)
     finally:
         if hook is not None:
             hook.remove()

@@ -166,7 +166,7 @@ def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
     interval.last = metrics
     interval.iterations += 1
     # A batch without a valid token is skipped too, and is no overflow.
-    overflow = metrics.skipped and sum(metrics.tokens) > 0
+    overflow = metrics.skipped and sum(metrics.valid_tokens) > 0
     real = overflow and run.scaler.at_minimum()
     run.scaler.update(overflow)
     if not metrics.skipped:
@@ -181,7 +181,7 @@ def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
     run.timing.events.skipped += 1
     iteration = batch.iteration
     samples = f"{batch.first_sample}..{batch.first_sample + batch.size - 1}"
-    if sum(metrics.tokens) == 0:
+    if sum(metrics.valid_tokens) == 0:
         logger.warning(
             f"iteration {iteration}: no valid token in samples {samples}; the step is skipped"
         )
@@ -205,7 +205,7 @@ def _blame(run: Run, metrics: StepMetrics) -> str:
         "before, nothing was saved"
     ]
     for index, rank, in_loss in failed:
-        first = metrics.batch.first_sample + index * run.chunk + rank * size
+        first = metrics.batch.first_sample + index * run.global_micro_batch_size + rank * size
         where = f" of data-parallel rank {rank}" if run.groups.dp.size > 1 else ""
         lines.append(
             f"  micro-batch {index}{where}: {'loss' if in_loss else 'gradient'}, "

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.config.layers import widest_window
 from megatron.data.loader import Batch, Source
 from megatron.model.attention.context_parallel import ContextParallel, places_of_ranks
-from megatron.model.layer import MicroBatch
+from megatron.model.layer import REPORTED_SUM, MicroBatch
 from megatron.parallel.recording import Recording
 from megatron.parallel.schedule import Schedule, build_schedule, forward_only
 from megatron.training.run import Run
@@ -31,8 +31,8 @@ class MicroBatchSums(NamedTuple):
     # [micro-batches] loss sums over this rank's valid tokens; 0 where another rank counts them
     # (`Run.counts`)
     losses: Tensor
-    tokens: Tensor  # [micro-batches] its valid tokens; as the losses
-    # auxiliary outputs of layers over all micro-batches, by the names of GPTModel.scalars
+    valid_tokens: Tensor  # [micro-batches] their number; as the losses
+    # of layers over all micro-batches, by the names of GPTModel.scalars
     scalars: dict[str, Tensor]
 
 
@@ -65,44 +65,43 @@ def run_micro_batches(
     In training gradients of scale x objective are added to every main_grad; an evaluation has no
     dropout and no gradients.
     """
-    # Tokens are counted as micro-batches are read; losses come from the head.
-    count = samples // run.chunk
-    sums = torch.zeros(2, count, dtype=torch.float64, device=run.device)
+    count = samples // run.global_micro_batch_size
+    losses, valid_tokens = torch.zeros(2, count, dtype=torch.float64, device=run.device)
+
+    def read(index: int) -> MicroBatch:
+        start = first + index * run.global_micro_batch_size
+        micro_batch = read_micro_batch(run, source, start, training=training)
+        if run.counts:
+            valid_tokens[index] = micro_batch.loss_mask.sum()
+        return micro_batch
+
     aux_scale = scale
-    if training and run.pipeline.runner.objectives and source.eod_mask_loss:
+    if training and run.pipeline.runner.aux_losses and source.eod_mask_loss:
         aux_scale = _aux_scale(run, source, first, samples, scale)
-    # Read one by one, as their first computation on this rank begins.
-    micro_batches = (
-        read_micro_batch(run, source, first + index * run.chunk, tokens, training=training)
-        for index, tokens in enumerate(sums[1])
-    )
     found = run.pipeline.run(
         schedule_of(run, count, training=training),
-        micro_batches,
+        map(read, range(count)),  # one by one, as their first computation on this rank begins
         scale,
         recording,
         aux_scale=aux_scale,
     )
     if run.counts:
-        for index, each in found.losses.items():
-            sums[0, index] = each[1]
+        for index, sums in found.losses.items():
+            losses[index] = sums[REPORTED_SUM]
     # Tensor-parallel ranks compute the same scalar, unless it declares that each has a part of it:
     # the sum over all ranks counts each part once.
     scalars = {
         spec.name: found.scalars[spec.name].reshape(spec.size)
         if spec.name in found.scalars and (run.groups.tp.rank == 0 or "tp" in spec.parts)
-        else sums.new_zeros(spec.size)
+        else losses.new_zeros(spec.size)
         for spec in run.model.scalars
     }
-    return MicroBatchSums(sums[0], sums[1], scalars)
+    return MicroBatchSums(losses, valid_tokens, scalars)
 
 
-def read_micro_batch(
-    run: Run, source: Source, first: int, tokens: Tensor, *, training: bool
-) -> MicroBatch:
-    """This rank's micro-batch of the chunk of samples that begins with `first`; `tokens` gets its
-    number of valid tokens. Every tensor- and pipeline-parallel rank reads the batch itself: nothing
-    is broadcast.
+def read_micro_batch(run: Run, source: Source, first: int, *, training: bool) -> MicroBatch:
+    """This rank's part of the global micro-batch whose samples begin with `first`. Every tensor-
+    and pipeline-parallel rank reads it itself: nothing is broadcast.
     """
     size = run.config.training.micro_batch_size
     with run.timers("data") if training else contextlib.nullcontext():
@@ -110,8 +109,6 @@ def read_micro_batch(
         if run.model.cp.size > 1:
             batch = share_positions(batch, run.model.cp, widest_window(run.config.model))
         batch = batch.to(run.device)
-    if run.counts:
-        tokens.copy_(batch.loss_mask.sum())
     return run.model.micro_batch(**vars(batch), training=training)
 
 

@@ -52,7 +52,7 @@ from megatron.parallel.graphs import GraphedPipeline, GraphedRunner
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.offload import OffloadingPipeline, OffloadingRunner
 from megatron.parallel.pairs import PairedPipeline
-from megatron.parallel.pipeline import Pipeline, objectives_of
+from megatron.parallel.pipeline import Pipeline, aux_losses_of
 from megatron.parallel.zero import Zero
 from megatron.training.advisor import Advisor, Forecast, Verdict
 from megatron.training.banner import describe, peak_tflops_of, run_record
@@ -336,20 +336,19 @@ def _build_pipeline(
             compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
 
-    # 2. The executor. Offload, graphs and pairs exclude each other, and each has its own: an
-    # ordinary run has no code of theirs in its step.
-    training, objectives = config.training, objectives_of(model)
+    # 2. The executor. Offload, graphs and pairs exclude each other, and each has its own executor.
+    training, aux_losses = config.training, aux_losses_of(model)
     sharing = groups.tp if training.distribute_saved_activations else ALONE
     stages = placement_of(config), hidden_shape(config), groups, device
     if training.activation_offload:
         smallest = training.min_offloaded_tensor_size
-        offloading = OffloadingRunner(device, smallest, sharing, objectives)
+        offloading = OffloadingRunner(device, smallest, sharing, aux_losses)
         return zero, OffloadingPipeline(model, zero, offloading, *stages)
     if training.cuda_graphs:
         for block in zero.trained:
             block.keep_grad_place()
         return zero, GraphedPipeline(model, zero, GraphedRunner(model, device), *stages)
-    passes = LayerRunner(sharing, objectives)
+    passes = LayerRunner(sharing, aux_losses)
     if config.distributed.overlap_moe_expert_parallel_comm:
         overlapped = Interleaver().run_overlapped
         return zero, PairedPipeline(model, zero, passes, *stages, run_overlapped=overlapped)

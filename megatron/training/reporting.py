@@ -99,7 +99,9 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
     batch = step.batch
     loss = progress.open_loss / progress.open_steps if progress.open_steps else step.loss
     # layers add up over all tokens, whatever the loss leaves out
-    scalars = {n: sums[0] / batch.tokens for n, sums in step.scalars.items() if len(sums) == 1}
+    scalars = {
+        n: sums[0] / batch.nominal_tokens for n, sums in step.scalars.items() if len(sums) == 1
+    }
     return {
         **consumed(run),
         "lm loss": loss,
@@ -112,7 +114,7 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
         "world-size": run.groups.world.size,
         **rates(
             seconds=seconds,
-            tokens=batch.tokens,
+            tokens=batch.nominal_tokens,
             flops=flops_per_iteration(config.model, batch.size, seq, run.tokenizer.vocab_size),
             padded_flops=flops_per_iteration(config.model, batch.size, seq, run.padded_vocab),
             world_size=run.groups.world.size,
@@ -201,7 +203,7 @@ def consumed(run: Run) -> dict[str, float]:
 def pipeline_timeline(run: Run, batch_size: int) -> Timeline:
     """The step just recorded, of this rank's pipeline; rank 0 writes --pipeline-timeline."""
     # A collective of the pipeline; rows of other data-parallel ranks are not shown.
-    schedule = schedule_of(run, batch_size // run.chunk, training=True)
+    schedule = schedule_of(run, batch_size // run.global_micro_batch_size, training=True)
     timeline = run.timing.recording.timeline(schedule, run.groups.pp)
     if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
         Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")

@@ -99,7 +99,7 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
     known = "kernels" in state  # not in a checkpoint from before they were written down
     theirs, ours = (_decides_rounding(each, kernels=known) for each in (state, run_state(run)))
     # 2. ZeRO stages that add in the same order give the same bits on a CPU, where sums are ours.
-    if on_cpu and _same_sums(state["config"], run.config.to_dict(), run.chunk):
+    if on_cpu and _same_sums(state["config"], run.config.to_dict(), run.global_micro_batch_size):
         ours["--zero-stage"] = theirs["--zero-stage"]
     different = [
         f"{name} {theirs.get(name)} -> {value}"

@@ -88,7 +88,7 @@ class Run:
         return self.timing.timers
 
     @cached_property
-    def chunk(self) -> int:
+    def global_micro_batch_size(self) -> int:
         """Samples of one micro-batch of all data-parallel ranks."""
         return self.config.training.micro_batch_size * self.groups.dp.size
 

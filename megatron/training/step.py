@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import waiting
 from megatron.model.arithmetic import global_batch_size_at
+from megatron.model.layer import ScalarSpec
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.parallel.recording import Recording
 from megatron.training.host_copy import AsyncHostCopy, to_device
@@ -36,6 +37,7 @@ def train_step(run: Run, finish_pending: Callable[[], None]) -> PendingStep:
 
     # 1. Forward and backward passes. Layers are gathered and reduced as they run.
     sums = forward_backward(run, batch)
+    # The last step's outcome sets this step's learning rate: it counts `scheduled_samples`.
     finish_pending()
 
     # 2. Gradients are summed already. One all-reduce sums the few numbers that ranks must agree
@@ -67,7 +69,7 @@ def next_batch(run: Run) -> GlobalBatch:
         iteration=iteration,
         first_sample=first,
         size=size,
-        tokens=size * config.data.seq_length,
+        nominal_tokens=size * config.data.seq_length,
         loss_scale=run.scaler.scale,
         is_last=is_last,
         is_logged=is_last or iteration % config.logging.log_interval == 0,
@@ -78,7 +80,7 @@ def forward_backward(run: Run, batch: GlobalBatch) -> MicroBatchSums:
     """Fill the gradient buffers with the gradient of loss sum x loss scale / nominal tokens of a
     batch; the sums of this rank's micro-batches.
 
-    Of every chunk of samples, one micro-batch of each data-parallel rank, this rank runs its own;
+    Of every global micro-batch, one micro-batch of each data-parallel rank, this rank runs its own;
     the gradients are summed over all ranks.
     """
     recording = run.timing.recording = Recording(run.device) if run.timing.records else None
@@ -92,11 +94,11 @@ def forward_backward(run: Run, batch: GlobalBatch) -> MicroBatchSums:
             training=True,
             # The number of valid tokens is known after the passes: until then the gradient is
             # divided by that of all tokens, which `update` corrects.
-            scale=batch.loss_scale / batch.tokens,
+            scale=batch.loss_scale / batch.nominal_tokens,
             recording=recording,
         )
         with waiting(partial(_waited_for_all, run)):
-            run.zero.end_step()
+            run.zero.finish_gradients()
     return sums
 
 
@@ -112,18 +114,18 @@ def all_reduce_totals(run: Run, batch: GlobalBatch, sums: MicroBatchSums) -> dic
         ready = run.checkpoints.ready() if run.checkpoints is not None else ()
         exits = run.exits.requests()
         requests = to_device([*exits, *ready], run.device)
+        # empty unless a console line will show them
+        rank_times = timer.table().flatten() if timer and batch.is_logged else requests[:0]
         own = Packed(
             {
                 "grad_sq_sum": run.optimizer.grad_sq_sum().reshape(1),
                 "losses": sums.losses,
-                "tokens": sums.tokens,
+                "valid_tokens": sums.valid_tokens,
                 **sums.scalars,
                 "exit_requests": requests[: len(exits)],
                 "save_requests": requests[len(exits) :],
-                "rank_times": requests[:0],
+                "rank_times": rank_times,
             }
-            # what only a console line shows is not sent in other steps
-            | ({"rank_times": timer.table().flatten()} if timer and batch.is_logged else {})
         )
         with waiting(partial(_waited_for_all, run)):
             return own.unpack(all_reduce(own.vector, run.groups.world))
@@ -140,8 +142,9 @@ def update(
     """Step the optimizer; the gradient becomes that of the mean loss per valid token."""
     with run.timers("optimizer"):
         # a non-finite loss makes the scale, so the step, non-finite
-        nothing = 0 * totals["losses"].sum()
-        grad_scale = batch.tokens / (totals["tokens"].sum() * batch.loss_scale) + nothing
+        nan_if_not_finite = 0 * totals["losses"].sum()
+        valid_tokens, grad_sq_sum = totals["valid_tokens"].sum(), totals.pop("grad_sq_sum")[0]
+        grad_scale = batch.nominal_tokens / (valid_tokens * batch.loss_scale) + nan_if_not_finite
         by_layer = None
         if run.config.logging.log_layer_norms and batch.is_logged:
             # before the step, which changes gradients
@@ -152,7 +155,7 @@ def update(
         outcome = run.optimizer.step(
             rates=rates,
             weight_decay=weight_decay,
-            grad_sq_sum=totals.pop("grad_sq_sum")[0],
+            grad_sq_sum=grad_sq_sum,
             grad_scale=grad_scale,
         )
         run.model.update_routers(totals, outcome.skipped)
@@ -165,7 +168,7 @@ def update(
         copy = AsyncHostCopy(numbers.vector)
     if run.timing.rank_timer is not None:
         run.timing.rank_timer.end_update()
-    return PendingStep(batch, rates, numbers, copy, by_layer)
+    return PendingStep(batch, rates, numbers, copy, run.model.scalars, by_layer)
 
 
 def _waited_for_all(run: Run, seconds: float) -> str:
@@ -186,7 +189,7 @@ class GlobalBatch:
     iteration: int  # of this step; the first is 1
     first_sample: int
     size: int  # samples
-    tokens: int  # of all samples, whether the loss counts them or not
+    nominal_tokens: int  # of all samples, whether the loss counts them or not
     loss_scale: float
     is_last: bool  # of the run
     is_logged: bool  # the step ends with a console line
@@ -220,25 +223,26 @@ class PendingStep:
     learning_rates: LearningRates
     numbers: Packed
     copy: AsyncHostCopy  # of `numbers`
+    scalars: tuple[ScalarSpec, ...]  # of the model
     layer_grad_sq_sums: Tensor | None
 
     def read(self) -> StepMetrics:
         """Wait for the numbers (not for work queued after them)."""
         found = self.numbers.unpack(self.copy.read())
-        tokens = sum(found["tokens"])
+        tokens = sum(found["valid_tokens"])
         return StepMetrics(
             batch=self.batch,
-            layer_grad_sq_sums=self.layer_grad_sq_sums,
+            grad_norm=found["grad_norm"][0],
+            skipped=bool(found["skipped"][0]),
+            losses=found["losses"],
+            valid_tokens=found["valid_tokens"],
+            scalars={spec.name: found[spec.name] for spec in self.scalars},
+            exit_requests=found["exit_requests"],
+            save_requests=found["save_requests"],
+            rank_times=found["rank_times"],
             loss=sum(found["losses"]) / tokens if tokens else float("nan"),
-            grad_norm=found.pop("grad_norm")[0],
-            skipped=bool(found.pop("skipped")[0]),
-            **{name: found.pop(name) for name in LISTS},
-            scalars=found,
+            layer_grad_sq_sums=self.layer_grad_sq_sums,
         )
-
-
-# fields of StepMetrics that are lists; the others that are packed are named by layers
-LISTS = ("losses", "tokens", "exit_requests", "save_requests", "rank_times")
 
 
 @dataclass(frozen=True)
@@ -251,8 +255,8 @@ class StepMetrics:
     grad_norm: float
     skipped: bool
     losses: list[float]
-    tokens: list[float]
-    scalars: dict[str, list[float]]  # auxiliary outputs of layers: sums over tokens, or counts
+    valid_tokens: list[float]
+    scalars: dict[str, list[float]]  # of layers: sums over tokens, or counts
     exit_requests: list[float]  # ranks that ask for an exit: ExitConditions.requests
     save_requests: list[float]  # ranks that are ready for more of a save: CheckpointManager.ready
     rank_times: list[float]  # RankTimer.table's rows; empty unless the step is logged
@@ -272,16 +276,14 @@ def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[tuple[int, 
     The weights have not moved and a step is a pure function, so the same ones fail. The gradient
     buffers are overwritten.
     """
-    batch, count = metrics.batch, len(metrics.losses)
+    batch, count, size = metrics.batch, len(metrics.losses), run.global_micro_batch_size
     found = torch.zeros(count, run.groups.dp.size, 2, dtype=torch.float64, device=run.device)
     for index in range(count):
         run.optimizer.drop_gradients()
-        # Each rank runs its part of the chunk; no gradient is sent, so a NaN stays where it arose.
-        first, scale = batch.first_sample + index * run.chunk, batch.loss_scale / batch.tokens
+        # Each rank runs its own samples; no gradient is sent, so a NaN stays where it arose.
+        first, scale = batch.first_sample + index * size, batch.loss_scale / batch.nominal_tokens
         with run.zero.watching() as grad_sq_sum:
-            sums = run_micro_batches(
-                run, run.data.train, first, run.chunk, training=True, scale=scale
-            )
+            sums = run_micro_batches(run, run.data.train, first, size, training=True, scale=scale)
         found[index, run.groups.dp.rank] = torch.stack(
             [~torch.isfinite(sums.losses[0]), ~torch.isfinite(grad_sq_sum)]
         ).double()

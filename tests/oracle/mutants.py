@@ -337,7 +337,7 @@ the limit held against the squared norm | sgd
 = megatron/optimizer/optimizer.py Optimizer.grad_sq_sum
 a norm without the vectors | gpt-files
     [shard[part] for part in self.counted[block]] => [shard[: max(
-        (end for end, each in block.plan.ranges if each.weight_decay > 0), default=0)]]
+        (end for end, each in block.layout.ranges if each.weight_decay > 0), default=0)]]
 the largest block's norm for the whole | llama
     return sum_of_squares(parts, =>
         parts = [max(parts, key=lambda part: part.square().sum())]
@@ -468,7 +468,7 @@ REPORTS = r"""
 = megatron/training/step.py PendingStep.read
 the loss a mean of micro-batches' means | documents
     loss=sum(found["losses"]) / tokens => loss=sum(
-        loss / n for loss, n in zip(found["losses"], found["tokens"])) / len(found["losses"])
+        loss / n for loss, n in zip(found["losses"], found["valid_tokens"])) / len(found["losses"])
 = megatron/training/loop.py finish_step
 the last loss of an interval for its mean | sgd
     progress.open_loss += metrics.loss =>
@@ -476,7 +476,7 @@ the last loss of an interval for its mean | sgd
 = megatron/optimizer/optimizer.py Optimizer.squared_weight_norm
 the norm of the weights without vectors | llama
     (part for _, part in self._counted_weights()) =>
-        [block.master[: max((end for end, each in block.plan.ranges
+        [block.master[: max((end for end, each in block.layout.ranges
         if each.weight_decay > 0), default=0)] for block in self.blocks]
 = megatron/optimizer/optimizer.py Optimizer.count_zero_gradients
 zeros of the gradient with those of padding | llama
@@ -487,8 +487,8 @@ perplexity to the base 2 | gpt-files
     math.exp( => 2.0 ** (
 = megatron/training/evaluate.py evaluate
 validation a mean of batches' means | documents
-    [sums.losses.sum(), sums.tokens.sum()] =>
-        [(sums.losses / sums.tokens).sum(), (sums.tokens > 0).double().sum()]
+    [sums.losses.sum(), sums.valid_tokens.sum()] =>
+        [(sums.losses / sums.valid_tokens).sum(), (sums.valid_tokens > 0).double().sum()]
 one batch of validation fewer | gpt-files
     run.config.evaluation.eval_iters * => (run.config.evaluation.eval_iters - 1) *
 every evaluation reads other samples | gpt-files
@@ -509,7 +509,7 @@ bits per byte without the logarithm of 2 | many-epochs
         run.optimizer.fill_weights(
 moments dropped at a resume | resume
     run.scaler.load(checkpoint.state["scaler"]) =>
-        [run.optimizer.kept[block].tensors[name].zero_() for block in run.optimizer.trained
+        [run.optimizer.states[block].tensors[name].zero_() for block in run.optimizer.trained
         for name in run.optimizer.state_names]
 bias correction begins anew at a resume | resume
     run.optimizer.steps.fill_(checkpoint.state["optimizer_steps"]) => run.optimizer.steps.zero_()

@@ -102,11 +102,11 @@ reduced one micro-batch too early | documents tp2 dp2
 local instead of global token count | uneven tp2 dp2
     own.unpack(all_reduce(own.vector, run.groups.world)) =>
         own.unpack(all_reduce(own.vector, run.groups.world)) | {
-        "tokens": all_reduce(sums.tokens.clone(), run.groups.tp) * run.groups.dp.size}
+        "valid_tokens": all_reduce(sums.valid_tokens.clone(), run.groups.tp) * run.groups.dp.size}
 = megatron/training/step.py update
 scaled by the data-parallel size | gpt dp2 serial
-    batch.tokens / (totals["tokens"].sum() * =>
-        batch.tokens / (run.groups.dp.size * totals["tokens"].sum() *
+    batch.nominal_tokens / (valid_tokens * =>
+        batch.nominal_tokens / (run.groups.dp.size * valid_tokens *
 = megatron/parallel/blocks.py Block.counted
 replicated parameters counted on every rank in the norm | gpt tp2
     if holders(box, groups).rank > 0: => if False:
@@ -118,10 +118,9 @@ evaluation of one rank's samples alone | gpt dp2 serial
     all_reduce(total, run.groups.world) => total
 = megatron/training/step.py update
 an overflow noticed by one rank alone | fp16 gpt tp2 sp
-    grad_sq_sum=totals.pop("grad_sq_sum")[0] =>
-        grad_sq_sum=totals.pop("grad_sq_sum")[0].nan_to_num(1.0, 1.0, 1.0)
-        if run.optimizer.grad_sq_sum().isfinite()
-        else (run.optimizer.grad_sq_sum(), totals.pop("grad_sq_sum"))[0]
+    grad_sq_sum=grad_sq_sum =>
+        grad_sq_sum=grad_sq_sum.nan_to_num(1.0, 1.0, 1.0)
+        if run.optimizer.grad_sq_sum().isfinite() else run.optimizer.grad_sq_sum()
 = megatron/model/build.py build_model
 a rank's virtual stages in the wrong order | dropout pp3 interleaved v2
     if rank == groups.pp.rank) => if rank == groups.pp.rank)[:: -1 if groups.pp.rank == 1 else 1]
@@ -142,7 +141,8 @@ a buffer for all messages, so that saved inputs go stale | m5 pp2 gpipe
         self.x = Receiving.buffer = vars(Receiving).get("buffer", torch.empty(shape, dtype=dtype))
 = megatron/training/passes.py run_micro_batches
 samples of another micro-batch on every stage | m5 pp2 1f1b
-    first + index * run.chunk => first + (index + run.groups.pp.rank) % count * run.chunk
+    first + index * run.global_micro_batch_size =>
+        first + (index + run.groups.pp.rank) % count * run.global_micro_batch_size
 = megatron/parallel/pipeline.py Pipeline.backward
 weight gradients of another micro-batch | m5 pp2 zero-bubble
     dy, saved = step.input_of(action), step.saved.pop((stage, micro)) =>
@@ -150,8 +150,8 @@ weight gradients of another micro-batch | m5 pp2 zero-bubble
         if action.kind is Kind.BACKWARD_WEIGHT: saved = deque([*kept] for kept in next(
         each for each in (*step.saved.values(), saved) if isinstance(each[-1], list)))
 no embedding gradient in the split backward | m5 pp2 zero-bubble
-    dy, kept = self.runner.backward( =>
-        dy, kept = (saved.pop(), None) if (
+    dy, deferred = self.runner.backward( =>
+        dy, deferred = (saved.pop(), None) if (
         action.kind is Kind.BACKWARD_INPUT and not layer.reads_weight_backward
         ) else self.runner.backward(
 = megatron/parallel/layer_runner.py LayerRunner.backward
@@ -165,7 +165,7 @@ reduced when the input gradients are complete | documents pp2 zero-bubble-v dp2
 = megatron/parallel/zero_plan.py _Walk._periods
 a split backward reduced one micro-batch too early | documents pp2 zero-bubble-v dp2
     if often else count => if often else count - 1
-= megatron/parallel/zero.py Zero.end_step
+= megatron/parallel/zero.py Zero.finish_gradients
 partial gradients summed on the first pipeline rank alone | llama pp2 1f1b tp2 sp
     sum_partial_gradients(self.trained, self.groups) =>
         self.groups.pp.rank or sum_partial_gradients(self.trained, self.groups)
@@ -181,8 +181,7 @@ both copies of a tied matrix counted in the norm | gpt pp2 gpipe
         if box.replicated != "tied" and holders(box, groups).rank > 0:
 = megatron/training/step.py update
 a norm of each stage | m5 pp2 1f1b
-    grad_sq_sum=totals.pop("grad_sq_sum")[0] =>
-        grad_sq_sum=(run.optimizer.grad_sq_sum(), totals.pop("grad_sq_sum"))[0]
+    grad_sq_sum=grad_sq_sum => grad_sq_sum=run.optimizer.grad_sq_sum()
 = megatron/training/run.py Run.counts
 losses and tokens counted on every stage | m5 pp2 1f1b
     self.pipeline.has_head and =>
@@ -201,23 +200,23 @@ the slice of another rank updated | dropout dp2 zero3
 a sum in the place of another rank's slice | dropout dp2 zero1
     buffer[self.shard_range[0] : self.shard_range[1]] =>
         buffer[self.size - self.shard_range[1] : self.size - self.shard_range[0]]
-= megatron/parallel/zero.py Zero._arrive
+= megatron/parallel/zero.py Zero._wait_for_block
 gathered weights not awaited | sgd dp2 serial zero3
     self.gathering.pop(block).wait() => self.gathering.pop(block)
 = megatron/parallel/zero.py Zero.before_pass
 a block freed before its pass | dropout dp2 zero3
-    if not any(block in self.deferred for block in todo.prefetches): =>
+    if not any(block in self.host_steps for block in todo.prefetches): =>
         early = [block.release() for block in todo.gathers if block not in todo.prefetches]
-        if not any(block in self.deferred for block in todo.prefetches):
+        if not any(block in self.host_steps for block in todo.prefetches):
 = megatron/parallel/zero_plan.py _Walk._is_needed
 kept weights never freed, so that they go stale | dropout dp2 zero3 kept
     return self.remaining[buffers] > 0 => return True
 = megatron/parallel/zero_plan.py ZeroPlanner.reads_gathered
 weights gathered for forward passes alone | dropout dp2 zero3
     or (kind is not => or (False and kind is not
-= megatron/parallel/zero.py Zero._gather
+= megatron/parallel/zero.py Zero._start_gather
 the own slice gathered as it was left | dropout dp2 zero3
-    own.copy_(block.kept, non_blocking=True) => own.zero_()
+    own.copy_(block.gathered_from, non_blocking=True) => own.zero_()
 = megatron/parallel/blocks.py Block.drop
 the shards' gradients kept from step to step | dropout dp2 zero2
     self.summed = None =>
@@ -226,7 +225,7 @@ a gradient buffer that does not begin with zeros | dropout dp2 zero2
     self.grad[first:last].zero_() => self.grad[first:last].fill_(1)
 = megatron/parallel/blocks.py Block.add_early
 gradients that are complete early dropped | documents pp2 zero-bubble dp2 zero2
-    self.grad[self.plan.late :].copy_(self.early.pop(key)) => self.early.pop(key)
+    self.grad[self.layout.late :].copy_(self.early.pop(key)) => self.early.pop(key)
 = megatron/parallel/zero_plan.py _Walk._periods
 a resident buffer reduced in every micro-batch | dropout dp2 zero1
     often = self.zero_stage >= 2 and => often = self.zero_stage >= 1 and
@@ -246,14 +245,14 @@ one block's weights not sent round | dropout dp2 zero1
     if self.zero_stage in (1, 2): => if self.zero_stage in (1, 2) and block is not self.blocks[1]:
 = megatron/parallel/blocks.py Block.segments
 weight decay counted from a shard's beginning | dropout dp2 zero2
-    in self.plan.ranges: => in ((first + stop, each) for stop, each in self.plan.ranges):
+    in self.layout.ranges: => in ((first + stop, each) for stop, each in self.layout.ranges):
 = megatron/parallel/blocks.py Block.runs
 partial gradients summed at a shard's beginning | mqa-qknorm-bias tp2 sp dp2 zero2
     yield buffer[low - self.own[0] : high - self.own[0]] => yield buffer[: high - low]
 = megatron/parallel/blocks.py _rectangles
 rows of a cut tensor misnamed | dropout dp2 zero1
     offset = box.offset[0] + row + first, => offset = box.offset[0] + row,
-= megatron/parallel/zero.py Zero._reduce
+= megatron/parallel/zero.py Zero._start_reduction
 a narrow reduction that is none | wire gpt dp2 zero2
     out, self.reduce_dtype, => out, None,
 = megatron/training/passes.py share_positions
@@ -317,10 +316,10 @@ gradients of experts summed over ranks that do not hold them | moe dp2 ep2
     accumulate_weight_grad(dy, => accumulate_weight_grad(dy * 2,
 = megatron/parallel/blocks.py Block.counted
 a norm of the gradient without experts | moe dp2 ep2
-    if low < high: => if low < high and self.plan.group != "expert":
+    if low < high: => if low < high and self.layout.group != "expert":
 a norm of the gradient that counts an expert on each rank | moe dp4 ep2
     low, high = max(first, self.share[0], lowest), min(stop, self.share[1], highest) =>
-        own = self.own if self.plan.group == "expert" else self.share
+        own = self.own if self.layout.group == "expert" else self.share
         low, high = max(first, own[0], lowest), min(stop, own[1], highest)
 = megatron/model/experts/router.py Router._loads
 auxiliary losses by the tokens of the rank alone | moe cp2 ep2

@@ -188,7 +188,7 @@ def published_weights_are_the_masters(run: loop.Run) -> None:
     """What the model computes with is the masters, rounded."""
     for block in run.optimizer.blocks:
         for piece, held in (
-            run.optimizer.kept[block].pieces(("master",), "read") if block.zero_stage < 3 else ()
+            run.optimizer.states[block].pieces(("master",), "read") if block.zero_stage < 3 else ()
         ):
             assert torch.equal(block.part(block.weight)[piece], held["master"].to(block.weight)), (
                 f"{block.name}: not the rounded masters"

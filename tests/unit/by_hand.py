@@ -37,10 +37,11 @@ class KeptWeights:
     sharded.
     """
 
-    def plan(self, turns):
-        return SimpleNamespace(passes=[(None, None) for turn in turns for _ in turn])
+    planner = SimpleNamespace(
+        plan=lambda turns: SimpleNamespace(passes=[(None, None) for turn in turns for _ in turn])
+    )
 
-    def begin_step(self, plan: Any) -> None:
+    def start_first_gathers(self, plan: Any) -> None:
         """Nothing is gathered."""
 
 
@@ -62,13 +63,13 @@ def forward(
     micro: MicroBatch,
     passes: LayerRunner | None = None,
     x: Tensor | None = None,
-    chunk: int = 0,
+    stage: int = 0,
     scalars: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, list[Any]]:
     """A stage's output, and what each layer saved for its backward pass."""
     passes, saved = passes or LayerRunner(), []
     scalars = {} if scalars is None else scalars
-    for _, layer in model.chunks[chunk]:
+    for _, layer in model.layers_by_stage[stage]:
         x, kept = passes.forward(layer, x, micro, scalars)
         saved.append(kept)
     return x, saved
@@ -79,11 +80,11 @@ def backward(
     saved: list[Any],
     dy: Tensor,
     passes: LayerRunner,
-    chunk: int = 0,
+    stage: int = 0,
     aux_scale: float = 0.0,
 ) -> Tensor | None:
     """Add all gradients; the gradient of the stage's input. `saved` is consumed."""
-    for _, layer in reversed(model.chunks[chunk]):
+    for _, layer in reversed(model.layers_by_stage[stage]):
         dy, _ = passes.backward(Kind.BACKWARD, layer, dy, saved.pop(), aux_scale)
     return dy
 
@@ -93,12 +94,12 @@ def backward_input(
     saved: list[Any],
     dy: Tensor,
     passes: LayerRunner,
-    chunk: int = 0,
+    stage: int = 0,
     aux_scale: float = 0.0,
 ) -> tuple[Tensor | None, list[Any]]:
     """The gradient of the stage's input, and what `backward_weight` needs. `saved` is consumed."""
     left = []
-    for _, layer in reversed(model.chunks[chunk]):
+    for _, layer in reversed(model.layers_by_stage[stage]):
         if layer.splits_backward:
             dy, kept = passes.backward(Kind.BACKWARD_INPUT, layer, dy, saved.pop(), aux_scale)
             left.append((layer, kept))

@@ -29,7 +29,7 @@ from megatron.config.groups import (
     TrainingConfig,
 )
 from megatron.config.layers import layer_records
-from megatron.model.recompute import KEPT, LayerRecompute, stage_offload, stage_recompute
+from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute, stage_offload, stage_recompute
 from megatron.model.stages import Stage
 from megatron.parallel.schedule import Kind
 
@@ -218,7 +218,7 @@ def _unit_bytes(
     )
 
 
-def unit_work(shape: Shape, stage: Stage, choice: LayerRecompute = KEPT) -> UnitWork:
+def unit_work(shape: Shape, stage: Stage, choice: LayerRecompute = NO_RECOMPUTE) -> UnitWork:
     """What the passes of the one unit of a stage compute, move and send."""
     of_unit = shape.config_of(stage), shape.vocab_size, shape.device, stage
     if choice.whole:
@@ -320,7 +320,7 @@ def leaving_bytes(
 
 
 def _end(shape: Shape, stage: Stage) -> UnitBytes:
-    return _unit_bytes(shape.config_of(stage), shape.vocab_size, shape.device, stage, KEPT)
+    return _unit_bytes(shape.config_of(stage), shape.vocab_size, shape.device, stage, NO_RECOMPUTE)
 
 
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
@@ -355,7 +355,7 @@ def kept_bytes(shape: Shape, stage: Stage) -> int:
         (stage.embedding, Stage(True, range(0), False)),
         (stage.head, Stage(False, range(0), True)),
     ):
-        total += _saved_bytes(shape.config_of(end), *of_shape, end, KEPT) if is_there else 0
+        total += _saved_bytes(shape.config_of(end), *of_shape, end, NO_RECOMPUTE) if is_there else 0
     counts = Counter(
         zip(
             (layer_stage(shape, index, final_norm=False) for index in stage.layers),

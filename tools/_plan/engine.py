@@ -213,7 +213,7 @@ class PlannedPasses:
     senders: set[Layer]
     shape: tuple[int, int, int]
     dtype: torch.dtype
-    objectives: frozenset[str] = frozenset()
+    aux_losses: frozenset[str] = frozenset()
     route: Route = field(default_factory=lambda: Route(()))
     at: int = -1  # the pass that runs
     pool: HostPool[int] = field(default_factory=lambda: HostPool(int))
@@ -405,7 +405,7 @@ def run_step(
     of_layer = {}
     senders = set()
     own = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.pp.rank]
-    for stage, chunk, sizes in zip(own, model.chunks, units, strict=True):
+    for stage, chunk, sizes in zip(own, model.layers_by_stage, units, strict=True):
         for (name, layer), unit in zip(chunk, sizes, strict=True):
             names[layer], of_layer[layer] = name.replace("layers.", "layer "), unit
         if stage > 0:
@@ -429,7 +429,7 @@ def run_step(
     )
     pipeline.run(schedule, micro_batches, 1.0)
     ledger.moment = "end of the step"
-    zero.end_step()
+    zero.finish_gradients()
     ledger.look()
     _check_all_freed(ledger)
     return ledger.result(passes.pool.pinned(device))

@@ -34,7 +34,7 @@ from megatron.config.groups import Config
 from megatron.distributed.groups import ALONE, Axis, Layout, build_groups
 from megatron.model.build import build_stages, hidden_shape
 from megatron.model.experts import experts
-from megatron.model.experts.router import OBJECTIVE
+from megatron.model.experts.router import AUX_LOSS
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
 from megatron.model.layer import MicroBatch
@@ -258,7 +258,7 @@ class LayerRun:
         )
         self.mode = PlannedDevice(device, _rows_of_expert(config), self.log)
         self.model = _on_meta(config, vocab_size, device, stage, group)
-        ((_, self.layer),) = self.model.chunks[0]
+        ((_, self.layer),) = self.model.layers_by_stage[0]
         weights: list[Any] = [*self.model.parameters()]
         self.micro, _ = micro_batch_of(without_experts(config), device)
         given = [*weights, *(each.main_grad for each in weights), *tensors_of(self.micro)]
@@ -271,7 +271,7 @@ class LayerRun:
             META,
             config.training.min_offloaded_tensor_size,
             self.model.tp.axis if shares else ALONE,
-            [OBJECTIVE],
+            [AUX_LOSS],
         )
         self.output: tuple[torch.Size, torch.dtype] = torch.Size(), self.model.dtype
         self.kept: list[Any] = []  # by the last pass

@@ -32,7 +32,7 @@ from megatron.tools._plan.work import Work
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.recompute import FULL, NONE
-from megatron.model.recompute import KEPT, choice_of
+from megatron.model.recompute import NO_RECOMPUTE, choice_of
 
 OPTIONS = (
     NONE,
@@ -147,7 +147,7 @@ def seconds_again(shape: Shape, what: str, layer: int = 0) -> float:
     machine, operations = Machine(), Operations(shape.config, shape.vocab_size, device=shape.device)
     kept, again = (
         operations.layer(layer, choice).backward
-        for choice in (KEPT, choice_of(words_of_layer(shape, layer, what)))
+        for choice in (NO_RECOMPUTE, choice_of(words_of_layer(shape, layer, what)))
     )
 
     def more(size: Callable[[Work], float]) -> float:

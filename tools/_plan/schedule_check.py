@@ -17,10 +17,11 @@ from megatron.parallel.schedule import (
     Message,
     Schedule,
     channel_of,
-    makes,
-    needs,
+    message_made,
+    message_needed,
     send_of,
     source_of,
+    task_at,
 )
 
 # of the gradients
@@ -117,7 +118,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...]]]:
         rank = able.popleft()
         listed[rank] = False
         while at[rank] < len(lists[rank]):
-            unit = schedule.task(rank, at[rank])
+            unit = task_at(schedule.actions[rank], at[rank], schedule.pairs)
             channel, message = channel_of(unit[0], placement)
             if channel is None:
                 if _awaited(unit, rank, placement, messages) is not None:
@@ -141,7 +142,7 @@ def _awaited(
 ) -> tuple[Action, Message] | None:
     """A computation of a rank that lacks its message, and this."""
     for action in unit:
-        needed = needs(action, placement)
+        needed = message_needed(action, placement)
         if needed is not None and not messages.arrived(needed, rank):
             return action, needed
     return None
@@ -290,7 +291,7 @@ def _ends(schedule: Schedule, where: dict[Action, Place]) -> tuple[Ends, Ends]:
     for action, place in where.items():
         channel, message = channel_of(action, placement)
         if channel is None:
-            if makes(action, placement) is not None and send_of(action) not in where:
+            if message_made(action, placement) is not None and send_of(action) not in where:
                 raise _error(
                     schedule, place, f"is not sent: there is no {describe(send_of(action))}"
                 )
@@ -340,7 +341,7 @@ def _deadlock(schedule: Schedule, at: list[int], messages: _Rendezvous) -> str:
     waits: dict[int, str] = {}
     rank = next(rank for rank, index in enumerate(at) if index < len(schedule.actions[rank]))
     while rank not in waits and at[rank] < len(schedule.actions[rank]):
-        unit = schedule.task(rank, at[rank])
+        unit = task_at(schedule.actions[rank], at[rank], schedule.pairs)
         awaited = _awaited(unit, rank, schedule.placement, messages)
         assert awaited is not None
         action, message = awaited
@@ -370,7 +371,7 @@ def _peaks(rank: int, schedule: Schedule) -> tuple[int, int, int, int]:
         kind = action.kind
         if kind is Kind.RECEIVE_FORWARD or kind is Kind.RECEIVE_BACKWARD:
             received += 1
-        elif needs(action, schedule.placement) is not None:
+        elif message_needed(action, schedule.placement) is not None:
             received -= 1
         if kind is Kind.FORWARD:
             saved += training

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from megatron.tools._plan.schedule_check import SENDS, walk
 
-from megatron.parallel.schedule import Action, Kind, Message, Schedule, channel_of, needs
+from megatron.parallel.schedule import Action, Kind, Message, Schedule, channel_of, message_needed
 from megatron.parallel.timeline import Span, Timeline
 
 
@@ -111,7 +111,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         channel, message = channel_of(unit[0], placement)
         if channel is None:
             for action in unit:
-                needed = needs(action, placement)
+                needed = message_needed(action, placement)
                 if needed is not None:
                     link, number = sent.pop(needed)
                     clock[rank] = max(clock[rank], link.arrival(number, costs))

@@ -91,7 +91,7 @@ def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[st
     sizes = [block.size * block.trained for block in blocks]
     for block, on_host in zip(blocks, on_host_of(sizes, fraction), strict=True):
         # experts have ranks of their own that share them
-        of_experts = block.plan.group == "expert" and config.distributed.zero_stage > 0
+        of_experts = block.layout.group == "expert" and config.distributed.zero_stage > 0
         ranks = block.groups.shard.size if of_experts else shard
         part = block.size // ranks
         for kind, count in _block_bytes(config, block, part, on_host):
@@ -119,7 +119,7 @@ def _block_bytes(
     optimizer = config.optimizer
     offloaded = stage == 3 and optimizer.param_cpu_offload
     kept_weights = "host" if offloaded else "parameters"
-    if block.plan.group == UNTRAINED:
+    if block.layout.group == UNTRAINED:
         yield "parameters", size.wide * block.size
         return
     if not block.trained:

@@ -21,8 +21,8 @@ from megatron.model.dropout import DropoutState
 from megatron.model.experts.dispatch import AllGather, AllToAll, DispatchPlan
 from megatron.model.experts.experts import Experts
 from megatron.model.experts.router import (
+    AUX_LOSS,
     LOSS_NAMES,
-    OBJECTIVE,
     Z_LOSS,
     Router,
     RouterChoice,
@@ -136,7 +136,7 @@ class MoE(nn.Module):
         sums = self.router.losses(logits, scores, choice)
         for name, value in sums.items():
             # Metrics show the mean over layers; the objective is a sum.
-            if name != OBJECTIVE:
+            if name != AUX_LOSS:
                 sums[name] = value / self.layers
         return y, {**sums, expert_tokens(self.index): choice.counts}
 
@@ -165,5 +165,5 @@ def aux_outputs(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:
     names = [LOSS_NAMES[kind] for kind in coefficients_of(config)]
     if config.moe_z_loss_coeff > 0:
         names.append(Z_LOSS)
-    losses = [*names, OBJECTIVE] if names else []
+    losses = [*names, AUX_LOSS] if names else []
     return (*((name, 1) for name in losses), (expert_tokens(index), config.num_experts + 1))

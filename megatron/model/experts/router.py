@@ -42,7 +42,7 @@ LOSS_NAMES: dict[Balancing, str] = {
     "global_aux_loss": "global-load-balancing-loss",
 }
 Z_LOSS = "router-z-loss"
-OBJECTIVE = "router-objective"  # all of them with their coefficients, which is differentiated
+AUX_LOSS = "router-objective"  # all of them with their coefficients, which is differentiated
 
 
 class RouterChoice(NamedTuple):
@@ -293,7 +293,7 @@ class Router(nn.Module):
             loss = logits.logsumexp(-1).square().sum()
             found[Z_LOSS] = loss.detach()
             objective = objective + self.config.moe_z_loss_coeff * loss
-        return {**found, OBJECTIVE: objective} if found else {}
+        return {**found, AUX_LOSS: objective} if found else {}
 
     @torch.no_grad()
     def update(self, counts: Tensor, taken: Tensor) -> None:

@@ -34,7 +34,7 @@ def flip(optimizer: Optimizer, kind: str, tensor: str) -> None:
     same again undoes it.
     """
     for block in optimizer.blocks:
-        held = optimizer.kept[block].tensors
+        held = optimizer.states[block].tensors
         buffer, first = (
             (block.weight, 0)
             if kind == "weights"

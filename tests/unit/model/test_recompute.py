@@ -26,7 +26,7 @@ from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
 from unit.recomputed_flops import flops_again
 from unit.storages import Storages, no_collector
 
-from megatron.model.recompute import KEPT, WHOLE, LayerRecompute, stage_recompute
+from megatron.model.recompute import WHOLE, LayerRecompute, stage_recompute
 from megatron.model.recompute_context import RecomputeContext
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind
@@ -202,7 +202,7 @@ def test_the_choice_of_each_layer():
             (each.first, each.last) for each in stage_recompute(recomputing(**full), range(layers))
         ]
 
-    assert stage_recompute(NO_RECOMPUTE, range(3)) == [KEPT] * 3
+    assert stage_recompute(NO_RECOMPUTE, range(3)) == [LayerRecompute()] * 3
     assert stage_recompute(FULL_RECOMPUTE, range(3)) == [WHOLE] * 3
     assert stage_recompute(recomputing("mlp"), range(2)) == [LayerRecompute(frozenset({"mlp"}))] * 2
     assert pairs(5, recompute_num_layers=2) == [
@@ -213,6 +213,6 @@ def test_the_choice_of_each_layer():
         (True, True),
     ]
     block = recomputing(recompute_method="block", recompute_num_layers=2)
-    assert stage_recompute(block, range(4, 7)) == [WHOLE, WHOLE, KEPT]
+    assert stage_recompute(block, range(4, 7)) == [WHOLE, WHOLE, LayerRecompute()]
     assert stage_recompute(block, range(1)) == [WHOLE]
     assert stage_recompute(block, range(0)) == []

@@ -204,7 +204,7 @@ def check_what_stays(name, tp, how="plain"):
     micro = micro_batch(model)
     s = S // tp.size if tp.sequence else S
     draw = torch.Generator().manual_seed(1)
-    for layer_name, unit in model.units():
+    for layer_name, unit in model.named_layers():
         if not isinstance(unit, TransformerLayer):
             continue
         with Storages() as storages:

@@ -61,7 +61,7 @@ def test_blocks_hold_every_parameter_once():
                 parameter = dict(gpt.named_parameters())[entry.name]
                 assert parameter.data_ptr() == entry.view(block.weight).data_ptr()
                 assert parameter.main_grad.data_ptr() == entry.view(block.grad).data_ptr()
-                decay = next(each for stop, each in block.plan.ranges if entry.start < stop)
+                decay = next(each for stop, each in block.layout.ranges if entry.start < stop)
                 assert (decay.weight_decay > 0) == (parameter.dim() > 1)
     assert any("position" in name for name in names) and any("final_norm" in name for name in names)
 

@@ -14,8 +14,8 @@ from megatron.parallel.schedule import (
     Kind,
     Schedule,
     build_schedule,
-    communicate,
     forward_only,
+    insert_messages,
 )
 
 F, B, W, SF, RF, SB = (
@@ -182,7 +182,7 @@ def test_a_circle_of_ranks_is_named():
         [Action(F, 1, 1), Action(F, 1, 0)],
     ]
     with pytest.raises(ScheduleError) as caught:
-        check(Schedule("crossed", (0, 1, 0), 2, communicate(orders, (0, 1, 0))))
+        check(Schedule("crossed", (0, 1, 0), 2, insert_messages(orders, (0, 1, 0))))
     assert str(caught.value) == (
         "schedule crossed: deadlock: rank 0, action 4 (forward of stage 2, micro-batch 0) "
         "waits for rank 1; rank 1, action 2 (forward of stage 1, micro-batch 1) waits for rank 0"

@@ -9,7 +9,7 @@ from megatron.parallel.schedule import (
     Message,
     Schedule,
     forward_only,
-    needs,
+    message_needed,
     place,
 )
 
@@ -26,7 +26,7 @@ def ends(schedule, limit):
             while at[rank] < len(actions):
                 kind, stage, micro = action = actions[at[rank]]
                 if kind in COMPUTATIONS:
-                    if needs(action, schedule.placement) not in {None} | arrived:
+                    if message_needed(action, schedule.placement) not in {None} | arrived:
                         break
                     at[rank] += 1
                     continue

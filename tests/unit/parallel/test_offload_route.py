@@ -7,16 +7,16 @@ from collections import Counter
 import pytest
 from torch import nn
 
-from megatron.model.recompute import KEPT, WHOLE, LayerRecompute, group_of
+from megatron.model.recompute import NO_RECOMPUTE, WHOLE, LayerRecompute, group_of
 from megatron.parallel.offload import HostPool, Route
-from megatron.parallel.pipeline import calls_of
+from megatron.parallel.pipeline import passes_of
 from megatron.parallel.schedule import COMPUTATIONS, Kind, build_schedule
 
 
 class Named(nn.Module):
     """Of a layer what a route reads."""
 
-    def __init__(self, name: str, recompute: LayerRecompute = KEPT, offloaded: bool = True):
+    def __init__(self, name: str, recompute: LayerRecompute = NO_RECOMPUTE, offloaded: bool = True):
         super().__init__()
         self.name, self.recompute = name, recompute
         self.recomputes = name.isdigit()
@@ -33,7 +33,7 @@ def stage(choices: list[LayerRecompute], head: bool = True) -> list[Named]:
 
 
 def route_of(layers: list[Named], kinds: list[tuple[Kind, int]]) -> Route:
-    return Route([(*call, micro) for kind, micro in kinds for call in calls_of(kind, layers)])
+    return Route([(*call, micro) for kind, micro in kinds for call in passes_of(kind, layers)])
 
 
 def leaving(route: Route) -> set[tuple[str, int]]:
@@ -48,20 +48,20 @@ ONE_AFTER_ANOTHER = [(kind, micro) for micro in (0, 1) for kind in (Kind.FORWARD
 
 
 def test_the_last_layer_before_the_turn_stays():
-    found = leaving(route_of(stage([KEPT] * 4), ONE_AFTER_ANOTHER))
+    found = leaving(route_of(stage([NO_RECOMPUTE] * 4), ONE_AFTER_ANOTHER))
     assert found == {(layer, micro) for layer in "012" for micro in (0, 1)}
 
 
 def test_without_a_head_the_last_but_one_would_come_back_before_it_has_left():
     """A middle stage with one micro-batch: forward passes of 2 and 3, then the backward of 3."""
-    found = leaving(route_of(stage([KEPT] * 4, head=False), ONE_AFTER_ANOTHER))
+    found = leaving(route_of(stage([NO_RECOMPUTE] * 4, head=False), ONE_AFTER_ANOTHER))
     assert found == {(layer, micro) for layer in "012" for micro in (0, 1)}
-    assert leaving(route_of(stage([KEPT], head=False), ONE_AFTER_ANOTHER)) == set()
+    assert leaving(route_of(stage([NO_RECOMPUTE], head=False), ONE_AFTER_ANOTHER)) == set()
 
 
 def test_all_leave_where_another_micro_batch_comes_first():
     kinds = [(Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 0), (Kind.BACKWARD, 1)]
-    found = leaving(route_of(stage([KEPT] * 2), kinds))
+    found = leaving(route_of(stage([NO_RECOMPUTE] * 2), kinds))
     assert found == {(layer, micro) for layer in "01" for micro in (0, 1)}
 
 
@@ -73,7 +73,7 @@ def test_of_groups_the_first_layer_alone_and_not_of_the_last_group():
 
 
 def test_an_evaluation_sends_nothing():
-    route = route_of(stage([KEPT] * 3), [(Kind.FORWARD, micro) for micro in range(3)])
+    route = route_of(stage([NO_RECOMPUTE] * 3), [(Kind.FORWARD, micro) for micro in range(3)])
     assert not any(route.leaves) and not any(route.reads)
 
 
@@ -81,7 +81,7 @@ def test_an_evaluation_sends_nothing():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_leaves_is_read_once_by_its_first_reader(name, rank):
     schedule = build_schedule(name, 2, 1, 4)
-    layers = stage([KEPT, *group_of(2), WHOLE], head=rank == 1)
+    layers = stage([NO_RECOMPUTE, *group_of(2), WHOLE], head=rank == 1)
     kinds = [
         (action.kind, action.micro)
         for action in schedule.actions[rank]

@@ -65,7 +65,8 @@ def count_live(names: list[str], micro_batches: list[int]) -> list[dict[str, dic
         counted = Counted()
         job = Job(name, groups, TINY, counted)
         counted.firsts = {
-            next(layer for _, layer in chunk if layer.splits_backward) for chunk in job.model.chunks
+            next(layer for _, layer in chunk if layer.splits_backward)
+            for chunk in job.model.layers_by_stage
         }
         for count in micro_batches:
             row = {}

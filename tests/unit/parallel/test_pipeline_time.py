@@ -75,7 +75,9 @@ def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
     schedule = build_schedule(name, RANKS, tool.SCHEDULES[name], MICRO_BATCHES)
     own = [stage for stage, rank in enumerate(placement) if rank == groups.pp.rank]
     model = SimpleNamespace(
-        chunks=[[("clock", Clock(stage))] for stage in own], scalars=(), dtype=torch.float64
+        layers_by_stage=[[("clock", Clock(stage))] for stage in own],
+        scalars=(),
+        dtype=torch.float64,
     )
     passes = Clocked(costs)
     pipeline = Pipeline(model, KeptWeights(), passes, placement, SHAPE, groups, torch.device("cpu"))

@@ -11,7 +11,7 @@ from megatron.tools._plan.simulate import Costs, simulate
 from megatron.tools._plan.timeline_files import read_timeline
 from random_schedules import random_placement, random_schedule
 
-from megatron.parallel.schedule import Action, Kind, Schedule, build_schedule, communicate
+from megatron.parallel.schedule import Action, Kind, Schedule, build_schedule, insert_messages
 from megatron.parallel.timeline import Span, Timeline
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -90,7 +90,7 @@ def test_messages_take_latency_once_and_their_link_each():
     """
     placement, m = (0, 1, 2), 5
     orders = [[Action(F, stage, i) for i in range(m)] for stage in range(3)]
-    schedule = Schedule("forward", placement, m, communicate(orders, placement))
+    schedule = Schedule("forward", placement, m, insert_messages(orders, placement))
     assert simulate(
         schedule, Costs.even(schedule, latency=0.25, message=0.5)
     ).end == 3 + 2 * 0.75 + (m - 1)

@@ -30,7 +30,7 @@ from megatron.config.validate import resolve
 from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.model.arithmetic import unit_flops
 from megatron.model.experts import experts
-from megatron.model.recompute import KEPT, WHOLE, choice_of
+from megatron.model.recompute import NO_RECOMPUTE, WHOLE, choice_of
 from megatron.parallel.schedule import Kind
 
 MODEL = (
@@ -77,7 +77,7 @@ def test_a_layer_with_experts_computes_what_the_arithmetic_counts():
     run = step("--expert-model-parallel-size 8 " + SHARED)
     flops = unit_flops(run.config.model, TOKENS, 0)
     for index in (0, 1):
-        layer = run.operations.layer(index, KEPT)
+        layer = run.operations.layer(index, NO_RECOMPUTE)
         counted = flops[index + 1] * TOKENS
         assert layer.forward.flops == pytest.approx(counted)
         core = sum(each.flops for each in layer.forward.cores)
@@ -98,7 +98,7 @@ def test_experts_with_as_many_rows_are_run_once(device, monkeypatch):
 
     def passes() -> list[PassBytes]:
         run = LayerRun(shape.config_of(stage), VOCABULARY, device, stage)
-        return [run.forward(KEPT), run.backward(Kind.BACKWARD)]
+        return [run.forward(NO_RECOMPUTE), run.backward(Kind.BACKWARD)]
 
     few = passes()
     every = mock.Mock(side_effect=experts.row_slices)
@@ -110,7 +110,7 @@ def test_experts_with_as_many_rows_are_run_once(device, monkeypatch):
 def test_what_is_recomputed_of_experts(what):
     """By the operations of a real pass, and by hand."""
     model = step("--expert-model-parallel-size 4 " + SHARED)
-    kept = model.operations.layer(1, KEPT).backward_input
+    kept = model.operations.layer(1, NO_RECOMPUTE).backward_input
     again = model.operations.layer(1, choice_of(what)).backward_input
     reckoned = flops_again(model.config.model, TOKENS, choice_of(what), 1) * TOKENS
     assert again.flops - kept.flops == pytest.approx(reckoned)
@@ -124,14 +124,14 @@ def sent(exchanges, axis: str, ranks: int) -> list[float]:
 def test_bytes_on_the_way_to_experts():
     """The formulas of tests/parity/test_collectives.py, where real runs send these bytes."""
     ep = 8
-    layer = step(f"--expert-model-parallel-size {ep} ").operations.layer(1, KEPT)
+    layer = step(f"--expert-model-parallel-size {ep} ").operations.layer(1, NO_RECOMPUTE)
     share = (ep - 1) / ep
     rows, weights = TOKENS * CHOICES * HIDDEN * 2 * share, TOKENS * CHOICES * 4 * share
     back = pytest.approx([rows, rows, weights])
     assert sent(layer.backward_input.exchanges, "ep", ep) == back
     forward = sent(layer.forward.exchanges, "ep", ep)  # numbers of rows first
     assert forward == pytest.approx([32 * 8 * share, rows, weights, rows])
-    gathered = step(f"--expert-model-parallel-size {ep} {GATHER}").operations.layer(1, KEPT)
+    gathered = step(f"--expert-model-parallel-size {ep} {GATHER}").operations.layer(1, NO_RECOMPUTE)
     whole = TOKENS * (ep - 1)
     expected = [whole * CHOICES * 4, whole * HIDDEN * 2, whole * HIDDEN * 2]
     assert sorted(sent(gathered.backward_input.exchanges, "ep", ep)) == pytest.approx(expected)
@@ -142,7 +142,7 @@ def test_bytes_on_the_way_to_experts():
 def test_tensor_parallel_ranks_share_attention_alone():
     """Unless there is a shared expert, or they share the matrices of every expert."""
     alone, shared, divided = (
-        step(flags).operations.layer(1, KEPT).forward for flags in (TP2, TP2 + SHARED, ETP2)
+        step(flags).operations.layer(1, NO_RECOMPUTE).forward for flags in (TP2, TP2 + SHARED, ETP2)
     )
     assert [each.axis for each in alone.exchanges] == ["tp"] * 2
     assert [each.axis for each in shared.exchanges] == ["tp"] * 4
@@ -180,7 +180,7 @@ def test_parameters_of_a_step_are_those_of_the_plan_of_memory():
     ranks = MemoryPlan(model.config, VOCABULARY, 16).ranks
     for held, rank in zip(model.rank_parameters, ranks, strict=True):
         for kind, planned in (("dense", held.dense), ("expert", held.experts)):
-            own = [block.size for block in rank.blocks if block.plan.group == kind]
+            own = [block.size for block in rank.blocks if block.layout.group == kind]
             assert planned == pytest.approx(sum(own), rel=1e-3) and planned > 0
 
 
@@ -188,7 +188,7 @@ def test_optimizer_state_of_experts_is_cut_over_all_ranks_that_hold_them():
     """Which may be more than those that hold the same part of attention."""
     config = resolve(asked(TP2 + "--zero-stage 1 "), 8, VOCABULARY).config
     (rank,) = MemoryPlan(config, VOCABULARY, 8).ranks
-    shards = {block.plan.group: block.groups.shard.size for block in rank.blocks}
+    shards = {block.layout.group: block.groups.shard.size for block in rank.blocks}
     assert shards["dense"] == 4 and shards["expert"] == 8
     cut = [block.size // block.groups.shard.size for block in rank.blocks if block.trained]
     assert rank.static["optimizer"] == 12 * sum(cut)

@@ -11,7 +11,7 @@ from unit.recomputed_flops import flops_again
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import unit_flops
-from megatron.model.recompute import KEPT, WHOLE, choice_of
+from megatron.model.recompute import NO_RECOMPUTE, WHOLE, choice_of
 from tools.plan import run
 
 HIDDEN, HEADS, FFN, TOKENS = 2048, 16, 5632, 4096
@@ -51,7 +51,7 @@ def test_products_are_those_of_the_model(flags):
     filled = 2 * HEADS * (KEY - VALUE) * TOKENS / 2
     counted = [flops + filled for flops in unit_flops(model.config.model, TOKENS, 0)[1:]]
     for index in (0, 1):
-        layer = model.operations.layer(index, KEPT)
+        layer = model.operations.layer(index, NO_RECOMPUTE)
         assert layer.forward.flops == pytest.approx(counted[index] * TOKENS)
         core = sum(each.flops for each in layer.forward.cores)
         assert core == 2 * 2 * HEADS * KEY * TOKENS / 2 * TOKENS
@@ -66,7 +66,8 @@ def test_what_is_recomputed_of_latent_attention(what, products):
     """By the operations of a real pass, and by hand."""
     model = step()
     kept, again = (
-        model.operations.layer(1, choice).backward_input for choice in (KEPT, choice_of(what))
+        model.operations.layer(1, choice).backward_input
+        for choice in (NO_RECOMPUTE, choice_of(what))
     )
     assert again.flops - kept.flops == pytest.approx(2 * products * TOKENS)
     assert flops_again(model.config.model, TOKENS, choice_of(what), 1) == 2 * products
@@ -77,7 +78,7 @@ def test_bytes_between_tensor_parallel_ranks():
     """Of latents in the place of hidden states: gathered and reduced in parts, or whole sums."""
 
     def sizes(flags: str, which: str) -> list[tuple[str, float]]:
-        work = getattr(step(NARROW + flags).operations.layer(0, KEPT), which)
+        work = getattr(step(NARROW + flags).operations.layer(0, NO_RECOMPUTE), which)
         return sorted((each.operation, each.size / TOKENS / 2) for each in work.exchanges)
 
     latents = [QUERIES, LATENT, POSITION]

@@ -93,7 +93,7 @@ MICRO_BATCHES = 2
 
 def passes_of(model: GPTModel) -> list[Pass]:
     """Forward passes of all micro-batches, then their backward passes: all that may leave does."""
-    layers = [layer for _, layer in model.chunks[0]]
+    layers = [layer for _, layer in model.layers_by_stage[0]]
     numbers = range(MICRO_BATCHES)
     return [
         *((layer, Kind.FORWARD, micro) for micro in numbers for layer in layers),

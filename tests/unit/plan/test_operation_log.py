@@ -17,7 +17,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.distributed.collectives import start_all_gather
 from megatron.distributed.groups import Axis
-from megatron.model.recompute import KEPT
+from megatron.model.recompute import NO_RECOMPUTE
 
 HIDDEN = torch.Size((8, 2, 16))
 LAUNCHES = Path(__file__).resolve().parents[3] / "docs/results/launches.json"
@@ -117,7 +117,7 @@ def test_launches_are_those_that_were_counted():
         f"--vocab-size 99 {case['flags']} --attention-backend triton"
     )
     config = resolve(parse_arguments(flags.split()).config, 1, 100).config
-    layer = Operations(config, 100).layer(1, KEPT)
+    layer = Operations(config, 100).layer(1, NO_RECOMPUTE)
     assert layer.forward.launches == case["launches"]["forward"]["layer and micro-batch"]
 
 

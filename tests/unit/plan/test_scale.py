@@ -244,7 +244,7 @@ def test_offloaded_weights_leave_the_device(options):
     )
     assert static["optimizer"] == sum(12 * part[block] for block in stays)
     stepped = sum(12 * part[block] for block in blocks if block.on_host and not block.in_files)
-    host = stepped + sum(block.kept.nbytes for block in blocks if block.offloaded)
+    host = stepped + sum(block.gathered_from.nbytes for block in blocks if block.offloaded)
     # parts smaller than the largest there are
     ring = (
         4

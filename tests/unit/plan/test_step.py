@@ -25,7 +25,7 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import unit_flops
-from megatron.model.recompute import KEPT, WHOLE
+from megatron.model.recompute import NO_RECOMPUTE, WHOLE
 from tools.plan import run
 
 MODEL = (
@@ -59,7 +59,7 @@ def test_a_layer_computes_what_the_arithmetic_counts():
     its scores again, which the model's FLOPs do not count.
     """
     run = step()
-    layer = run.operations.layer(0, KEPT)
+    layer = run.operations.layer(0, NO_RECOMPUTE)
     counted = unit_flops(run.config.model, 4096, 0)[1] * run.operations.tokens
     assert layer.forward.flops == pytest.approx(counted)
     core = sum(each.flops for each in layer.forward.cores)
@@ -75,7 +75,7 @@ def test_tensor_parallel_ranks_send_the_same_bytes(flags):
     to products.
     """
     size = 4096 * 2048 * 2
-    layer = step("--tensor-model-parallel-size 4 " + flags).operations.layer(0, KEPT)
+    layer = step("--tensor-model-parallel-size 4 " + flags).operations.layer(0, NO_RECOMPUTE)
     factors = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
     assert sum(factors[each.operation] * each.size for each in layer.forward.exchanges) == 4 * size
     forced = [e for e in layer.backward_input.exchanges if e.axis == "tp"]

@@ -56,7 +56,7 @@ def test_one_rank_has_something_to_do_at_the_first_and_the_last_backward_pass_al
     forward = [(before, after) for kind, before, after in steps if kind is Kind.FORWARD]
     assert forward and set(forward) == {(None, None)}
     opened = [block for _, before, _ in steps if before for block in before.opens]
-    complete = [block for _, _, after in steps if after for block in after.reduces]
+    complete = [block for _, _, after in steps if after for block in after.completes]
     assert sorted(map(id, opened)) == sorted(map(id, pipeline.zero.trained))
     assert sorted(map(id, complete)) == sorted(map(id, pipeline.zero.trained))
 
@@ -67,7 +67,7 @@ def test_every_gradient_buffer_is_opened_and_reduced_as_often(stage, times):
     is_open, reduced = set(), []
     for _, before, after in steps_of(pipeline):
         is_open.update(before.opens if before else ())
-        for block in after.reduces if after else ():
+        for block in after.completes if after else ():
             assert block in is_open
             reduced.append(block)
             if stage >= 2:
@@ -80,7 +80,7 @@ def test_weights_are_whole_when_a_pass_reads_them_and_freed_afterwards(flags):
     pipeline = pipeline_of(2, f"--zero-stage 3 {flags} --untie-embeddings-and-output-weights")
     plan = pipeline.prepare(build_schedule("1f1b", 1, 1, MICRO_BATCHES)).zero_plan
     whole, most = set(plan.first), 0
-    of_layers = pipeline.zero.layers
+    of_layers = pipeline.zero.planner.transformer_blocks
     for before, after in plan.passes:
         if before is not None:
             whole.update(before.gathers)
@@ -104,12 +104,12 @@ def test_passes_of_a_turn_begin_before_any_of_them_ends():
     pipeline = pipeline_of(2, "--zero-stage 3")
     buffers_of = pipeline.zero.planner.buffers_of
     first, second = [
-        layer for name, layer in pipeline.model.chunks[0] if name.startswith("layers.")
+        layer for name, layer in pipeline.model.layers_by_stage[0] if name.startswith("layers.")
     ][:2]
     backward, forward = (second, Kind.BACKWARD, 0), (first, Kind.FORWARD, 1)
-    (_, after), (before, _) = pipeline.zero.plan([[backward, forward]]).passes
+    (_, after), (before, _) = pipeline.zero.planner.plan([[backward, forward]]).passes
     assert before.gathers == buffers_of[first] and after.prefetches == ()
-    (_, after), _ = pipeline.zero.plan([[backward], [forward]]).passes
+    (_, after), _ = pipeline.zero.planner.plan([[backward], [forward]]).passes
     assert after.prefetches == buffers_of[first]
 
 
