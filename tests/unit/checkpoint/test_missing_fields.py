@@ -97,9 +97,8 @@ def test_fields_of_yarn_that_are_left_out(name, beta_slow):
     scaling.pop(name, None)
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 8192}
     config = sizes | {"rope_theta": 10000.0, "rope_scaling": scaling}
+    fields = our_rotary(FAMILIES["llama"], config, [])  # first: transformers fills config in
     theirs, their_factor = ROPE_INIT_FUNCTIONS["yarn"](transformers.LlamaConfig(**config), "cpu")
-
-    fields = our_rotary(FAMILIES["llama"], config, [])
     ours, our_factor = inverse_frequencies(ModelConfig(**sizes, kv_channels=128, **fields))
     torch.testing.assert_close(ours.float(), theirs, rtol=2e-6, atol=0)
     assert our_factor == their_factor
