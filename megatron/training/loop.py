@@ -167,7 +167,7 @@ def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
     interval.iterations += 1
     # A batch without a valid token is skipped too, and is no overflow.
     overflow = metrics.skipped and sum(metrics.valid_tokens) > 0
-    real = overflow and run.scaler.at_minimum()
+    is_nan = overflow and run.scaler.at_minimum()
     run.scaler.update(overflow)
     if not metrics.skipped:
         # The clock of the learning rate runs only with steps that changed the weights.
@@ -185,9 +185,9 @@ def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
         logger.warning(
             f"iteration {iteration}: no valid token in samples {samples}; the step is skipped"
         )
-    elif real and run.config.training.nan_policy == "stop":
+    elif is_nan and run.config.training.nan_policy == "stop":
         raise NonFiniteError(_blame(run, metrics))
-    elif real:
+    elif is_nan:
         progress.open_nan += 1
         where = [i for i, loss in enumerate(metrics.losses) if not math.isfinite(loss)]
         what = f"loss in micro-batches {where}" if where else "gradient"

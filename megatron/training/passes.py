@@ -29,7 +29,7 @@ class MicroBatchSums(NamedTuple):
     """Sums of the forward passes of this rank's micro-batches (float64)."""
 
     # [micro-batches] loss sums over this rank's valid tokens; 0 where another rank counts them
-    # (`Run.counts`)
+    # (`Run.reports_loss`)
     losses: Tensor
     valid_tokens: Tensor  # [micro-batches] their number; as the losses
     # of layers over all micro-batches, by the names of GPTModel.scalars
@@ -71,7 +71,7 @@ def run_micro_batches(
     def read(index: int) -> MicroBatch:
         start = first + index * run.global_micro_batch_size
         micro_batch = read_micro_batch(run, source, start, training=training)
-        if run.counts:
+        if run.reports_loss:
             valid_tokens[index] = micro_batch.loss_mask.sum()
         return micro_batch
 
@@ -85,7 +85,7 @@ def run_micro_batches(
         recording,
         aux_scale=aux_scale,
     )
-    if run.counts:
+    if run.reports_loss:
         for index, sums in found.losses.items():
             losses[index] = sums[REPORTED_SUM]
     # Tensor-parallel ranks compute the same scalar, unless it declares that each has a part of it:

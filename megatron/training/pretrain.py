@@ -212,7 +212,7 @@ def build(
     """Build the run on this rank; weights and optimizer state are not initialized yet. Rank 0 logs
     the banner. Raises UserError.
 
-    `closing` releases the lease of --save, also when building fails.
+    `closing` is called back when the run ends, also when building fails.
     """
     config, tokenizer, device = prepared.config, prepared.tokenizer, ranks.device
 
@@ -348,11 +348,11 @@ def _build_pipeline(
         for block in zero.trained:
             block.keep_grad_place()
         return zero, GraphedPipeline(model, zero, GraphedRunner(model, device), *stages)
-    passes = LayerRunner(sharing, aux_losses)
+    runner = LayerRunner(sharing, aux_losses)
     if config.distributed.overlap_moe_expert_parallel_comm:
         overlapped = Interleaver().run_overlapped
-        return zero, PairedPipeline(model, zero, passes, *stages, run_overlapped=overlapped)
-    return zero, Pipeline(model, zero, passes, *stages)
+        return zero, PairedPipeline(model, zero, runner, *stages, run_overlapped=overlapped)
+    return zero, Pipeline(model, zero, runner, *stages)
 
 
 def _open_tracker(

@@ -93,7 +93,7 @@ class Run:
         return self.config.training.micro_batch_size * self.groups.dp.size
 
     @cached_property
-    def counts(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether this rank's losses and tokens enter sums over all ranks: on the last stage, one
         of the tensor-parallel ranks, which compute the same loss. Context-parallel ranks each count
         their own positions.

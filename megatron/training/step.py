@@ -160,11 +160,11 @@ def update(
         )
         run.model.update_routers(totals, outcome.skipped)
         # One copy to the host for all of it, started here and read one step later.
-        verdict = {
+        outcome_numbers = {
             "grad_norm": outcome.grad_norm.reshape(1),
             "skipped": outcome.skipped.double().reshape(1),
         }
-        numbers = Packed(verdict | totals)
+        numbers = Packed(outcome_numbers | totals)
         copy = AsyncHostCopy(numbers.vector)
     if run.timing.rank_timer is not None:
         run.timing.rank_timer.end_update()

@@ -182,7 +182,7 @@ both copies of a tied matrix counted in the norm | gpt pp2 gpipe
 = megatron/training/step.py update
 a norm of each stage | m5 pp2 1f1b
     grad_sq_sum=grad_sq_sum => grad_sq_sum=run.optimizer.grad_sq_sum()
-= megatron/training/run.py Run.counts
+= megatron/training/run.py Run.reports_loss
 losses and tokens counted on every stage | m5 pp2 1f1b
     self.pipeline.has_head and =>
 = megatron/training/evaluate.py evaluate
