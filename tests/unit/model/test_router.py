@@ -1,4 +1,6 @@
-"""The router's jitter: multiplies by numbers that are uniform around 1."""
+"""The router: its jitter multiplies by numbers that are uniform around 1; weights of a single
+expert.
+"""
 
 import math
 
@@ -27,3 +29,19 @@ def test_jitter_is_uniform_around_one(eps):
     assert abs(jitter.mean().item() - 1) < 5 * eps / math.sqrt(3 * n)
     assert abs(jitter.var().item() * 3 / eps**2 - 1) < 5 * math.sqrt(0.8 / n)
     assert 1 - eps <= jitter.min() < 1 - 0.99 * eps and 1 + 0.99 * eps < jitter.max() <= 1 + eps
+
+
+@pytest.mark.parametrize("topk, total", [(1, None), (2, 1.0)])
+def test_scores_of_one_chosen_expert_are_not_normalized(topk, total):
+    """Of several they add up to 1; of one that would be a constant without a gradient."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_experts=4,
+        moe_router_topk=topk,
+        moe_router_score_function="sigmoid",
+    )
+    scores = torch.tensor([[0.9, 0.3, 0.6, 0.1]])
+    weights = Router(config, 1, "layers.0.mlp.router").weights(scores, scores.topk(topk).indices)
+    assert weights.sum().item() == pytest.approx(0.9 if total is None else total)
