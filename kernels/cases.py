@@ -497,7 +497,7 @@ def main() -> None:
     after an error, which may have cost it its CUDA context.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # compilers print to stdout; send that to stderr
     request = json.loads(sys.stdin.read())
     device = torch.device(request["device"])
     if device.type == "cuda":
@@ -508,6 +508,5 @@ def main() -> None:
         try:
             fault = wrong(case_of(Variant(**each), device))
         except Exception as error:  # whatever a compiler or a launch raises
-            fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            sys.exit(fault)
+            sys.exit(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         answers.write(json.dumps({"fault": fault}) + "\n")

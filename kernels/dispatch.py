@@ -34,8 +34,8 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "grad-norm": ("triton", "apex", "torch"),
     "adam": ("triton", "apex", "torch-fused", "torch"),
 }
-# Attention kernels that have not won on a GPU yet: modules that the trainer does not import, with
-# the interface that candidates/gluon.py lists. One that does not win by 5% is deleted.
+# Attention kernels not yet shown to be faster on a GPU: modules imported only on request, with the
+# interface documented in candidates/gluon.py. One that is not 5% faster is deleted.
 CANDIDATES = {"gluon": "megatron.kernels.candidates.gluon"}
 # What runs only when it is asked for, and what to know before you ask.
 FLAWS = {
@@ -139,7 +139,7 @@ def choose(
 
     Raises UserError when `wanted` is not `auto` and cannot be had.
     """
-    # `auto` takes nothing of FLAWS, so that nothing of it has to be loaded.
+    # `auto` never selects an entry of FLAWS; skip them so that candidates are not imported.
     considered = [
         name for name in OPERATORS[operator] if (operator, name) not in FLAWS or name == wanted
     ]
@@ -152,7 +152,7 @@ def choose(
         trusted = operator in CHECKED if unmeasured is None else unmeasured
         return _automatic(operator, faults, device, trusted and _is_checked_on(device))
     if wanted in faults:
-        can = [name for name in considered if name not in faults and (operator, name) not in FLAWS]
+        can = [name for name in considered if name not in faults]
         raise UserError(
             f"{flag_of(operator)} {wanted}: {faults[wanted]}; drop the flag, or take "
             f"{' or '.join(can)}"

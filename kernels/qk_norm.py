@@ -372,7 +372,7 @@ def qk_norm_backward(
     return dx, partials.sum(1)
 
 
-def _room_for_backward(qkv: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, Any]:
+def _room_for_backward(qkv: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, KernelLaunch]:
     """(dx, the partial sums [2 or 4, programs, d], how the kernel is launched)."""
     d, (kinds, rows) = qkv.shape[-1], statistics.shape
     form = configuration("backward", d, capability(qkv.device))
@@ -383,6 +383,5 @@ def _room_for_backward(qkv: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor,
 
 @qk_norm_backward.register_fake
 def _(dy: Tensor, qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    *_, statistics = others
-    dx, partials, _ = _room_for_backward(qkv, statistics)
+    dx, partials, _ = _room_for_backward(qkv, others[-1])
     return dx, partials.sum(1)

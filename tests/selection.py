@@ -75,9 +75,14 @@ def words_of(text: str) -> list[str]:
     return [found[0] for found in WORD.finditer(text)]
 
 
+def without_sizes(words: Iterable[str]) -> set[str]:
+    """Words of a layout without their numbers: `tp` of "tp2"."""
+    return {re.sub(r"\d+(\+p2p)?$", "", word) for word in words}
+
+
 def axes(layout: str) -> set[str]:
     """The axes of a layout: `tp` and `sp` of "tp2 sp serial"."""
-    return {re.sub(r"\d+(\+p2p)?$", "", word) for word in layout.split()} & AXES
+    return without_sizes(layout.split()) & AXES
 
 
 def traits_of_row(row: Any) -> Traits:
@@ -114,7 +119,7 @@ def each_axis(parameters: dict[str, Any]) -> Traits:
 def axes_of(value: Any) -> set[str]:
     """The axes of a layout; of a dataclass those of its numbers, where all above 2 are alike."""
     if isinstance(value, str):
-        return {re.sub(r"\d+(\+p2p)?$", "", word) for word in words_of(value)}
+        return without_sizes(words_of(value))
     own = vars(value).items() if dataclasses.is_dataclass(value) else ()
     return {f"{name} {min(each, 3)}" for name, each in own if isinstance(each, int)}
 

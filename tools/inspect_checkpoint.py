@@ -43,7 +43,7 @@ PIECE = 16 << 20  # bytes of each tensor that --diff --tensors compares at a tim
 
 
 def locate(folder: str, step: int | None = None) -> Checkpoint:
-    """The folder itself when it is a checkpoint, else the newest (or iteration `step`) in it."""
+    """Open `folder` if it is a checkpoint, else the newest one (or iteration `step`) in it."""
     if os.path.lexists(Path(folder) / MANIFEST):
         return Checkpoint(folder)
     with job_log():

@@ -645,7 +645,7 @@ def _dropout_cases(bench: Any, random: Random) -> Iterator[MemoryCase]:
     )
 
 
-def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
+def _loss_cases(bench: Any, random: Random) -> Iterator[MemoryCase]:
     tokens, vocabulary = (4, 100) if bench.tiny else (8192, 131072)
     logits, labels = (
         random(tokens, vocabulary),
@@ -693,7 +693,7 @@ def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
     )
 
 
-def _optimizer_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
+def _optimizer_cases(bench: Any, random: Random) -> Iterator[MemoryCase]:
     count = 1 << (10 if bench.tiny else 30)
     wide = torch.float32
     master, grad, m, v = (

@@ -3,10 +3,10 @@
     python campaigns/odd_input/odd_input.py all [--seed N] [--out FILE]
 
 The program is run on random command lines, and every reader of a file that a user gives on many
-damaged and odd files. A case ends in one
-error of the user's kind, or in the result that an independent oracle gives; a bare traceback, a
-hang, the acceptance of what must be refused and another result are wrong. `--count` and one
-campaign's name run a part. Exit code 1 when a case is wrong.
+damaged and odd files. A case ends in one error of the user's kind, or in the result that an
+independent oracle gives; a bare traceback, a hang, the acceptance of what must be refused and
+another result are wrong. `--count` and one campaign's name run a part. Exit code 1 when a case is
+wrong.
 """
 
 from __future__ import annotations

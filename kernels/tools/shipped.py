@@ -475,7 +475,7 @@ def _grouped_gemm(arch: int) -> Iterator[Compiled]:
                 name,
                 kernel,
                 types,
-                fixed | {size: row.numbers[size] for size in ("M", "N", "K")},
+                fixed | grouped_gemm._sizes(row),
                 row,
                 unaligned=("experts", "tiles"),
                 num_stages=row.numbers["num_stages"],

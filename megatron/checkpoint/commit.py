@@ -348,7 +348,7 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
     try:
         attempt = Index(root / iteration_folder(newest)).manifest["attempt"]
         for iteration in _surplus(root, policy, newest):
-            os.rename(root / iteration_folder(iteration), _trash(root, iteration, attempt))
+            os.rename(root / iteration_folder(iteration), trash_folder(root, iteration, attempt))
             gone.append(iteration)
     except (CheckpointError, OSError) as error:
         logger.warning(
@@ -363,7 +363,7 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
             return gone
         for iteration in gone:
             # the next save removes the rest
-            shutil.rmtree(_trash(root, iteration, attempt), ignore_errors=True)
+            shutil.rmtree(trash_folder(root, iteration, attempt), ignore_errors=True)
     return gone
 
 
@@ -397,5 +397,5 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _trash(root: Path, iteration: int, attempt: str) -> Path:
+def trash_folder(root: Path, iteration: int, attempt: str) -> Path:
     return root / f".trash-iter-{iteration}-{attempt}"

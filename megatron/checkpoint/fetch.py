@@ -83,7 +83,7 @@ class _Run:
     done: Future | None = None
 
     def follow(self, last: _Run) -> None:
-        """Take from the run before what it has of this one; nothing else of it is needed."""
+        """Copy the bytes shared with the previous run; close its shard unless this run uses it."""
         end = last.stop - last.first
         self.buffer[: self.shared] = memoryview(last.buffer)[end - self.shared : end]
         if last.source is not self.source:
@@ -141,7 +141,7 @@ class Fetcher:
 
 
 def _take_buffer(size: int, free: list[bytearray]) -> bytearray:
-    """A free one of at least `size` bytes, or a new one."""
+    """Reuse a free buffer of at least `size` bytes, or allocate one."""
     fits = next((i for i, each in enumerate(free) if len(each) >= size), None)
     return bytearray(size) if fits is None else free.pop(fits)
 

@@ -37,6 +37,7 @@ WRITEBACK_BYTES = (
     8 << 20
 )  # bytes after which the kernel is asked to begin to write them to the disk
 GB = 1e9
+GIB = 1 << 30
 PROGRESS_S = 10.0  # seconds between two lines of progress
 _FIX = (
     "The disk, its controller or its network damages data: look at the system's log, and give "

@@ -78,7 +78,7 @@ class Lease:
 
     def __init__(self, path: Path, token: str):
         self.path, self.token = path, token
-        self.confirmed = time.monotonic()  # when the file was last seen to name this process
+        self.confirmed = time.monotonic()  # last renewal; -inf: taken over
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self._thread.start()
@@ -169,7 +169,7 @@ def _death(path: Path, owner: dict[str, str], me: dict[str, str], age: float) ->
     # The scheduler has ended a job before it starts it again.
     if owner["job"] and owner["job"] == me["job"]:
         return "it was an earlier start of the same Slurm job"
-    return f"it has renewed its lease {age:.0f} s ago for the last time" if age > STALE_S else ""
+    return f"it last renewed its lease {age:.0f} s ago" if age > STALE_S else ""
 
 
 def _is_running(owner: dict[str, str]) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.commit import Attempt, Policy, not_saved, retire
-from megatron.checkpoint.files import GB
+from megatron.checkpoint.files import GB, GIB
 from megatron.checkpoint.index import read_manifest
 from megatron.checkpoint.manifest import ALIGN, CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.ranks import Ranks
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 
 logger = logging.getLogger(__name__)
-
-GIB = 1 << 30
 
 
 def staging_bytes(pairs: Sequence[BoxTensor], limit: float | None) -> int:

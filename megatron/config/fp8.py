@@ -12,7 +12,7 @@ from megatron.config.derive import RunView
 from megatron.config.groups import GATED, ModelConfig, PrecisionConfig
 
 BLOCK = 128  # consecutive elements of a row that share a scale under --fp8-recipe blockwise
-# torch's scaled products take multiples of this
+# torch._scaled_mm requires sizes that are multiples of this
 MULTIPLE = 16
 
 
@@ -67,7 +67,7 @@ def layer_in_fp8(precision: PrecisionConfig | RunView, index: int, layers: int) 
 
 
 def fp8_faults(run: RunView) -> Iterator[str]:
-    """What is wrong with the sizes of a run whose products are to be of 8-bit floats."""
+    """Faults of the sizes of a run with FP8 GEMMs."""
     needed = ("hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads")
     if run.fp8_format is not None and run.has(*needed, "num_query_groups", "num_layers"):
         for text in _faults(run):

@@ -72,11 +72,9 @@ class Option:
 
     def convert(self, text: str) -> Any:
         """The value of one word; raises UserError with what was expected."""
-        if self.choices and text not in map(str, self.choices):
-            raise UserError(
-                "choose from "
-                f"{', '.join(map(str, self.choices))}{did_you_mean(text, map(str, self.choices))}"
-            )
+        known = [str(choice) for choice in self.choices]
+        if known and text not in known:
+            raise UserError(f"choose from {', '.join(known)}{did_you_mean(text, known)}")
         if self.kind is bool:
             if text.lower() not in ("true", "false"):
                 raise UserError("it takes no value")

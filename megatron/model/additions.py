@@ -1,4 +1,4 @@
-"""What a module must be so that it trains when it is added to a unit of the model.
+"""What a module must be so that it trains when it is added to a layer of the model.
 
 An ordinary torch.nn module trains like our layers: its gradients join theirs
 (parallel/layer_runner.py), its weights are drawn and lie in checkpoints by the module's name
@@ -28,7 +28,9 @@ def check_additions(model: GPTModel) -> None:
 
 
 def _shared(model: GPTModel) -> Iterator[str]:
-    """A block of the optimizer is one unit's, and gathered for its passes alone."""
+    """Parameters that several layers share: a block belongs to one layer, and is gathered for it
+    alone.
+    """
     # A tied head is the embedding's matrix on purpose.
     tied = model.head is not None and model.head.weight
     users = Counter(

@@ -90,8 +90,7 @@ def _of_chosen(model: ModelConfig, experts: int) -> int:
     return experts * model.moe_router_topk // (model.num_experts or 1) if experts else 0
 
 
-@lru_cache  # a search for a layout asks thousands of times, and experts may be hundreds
-@lru_cache  # a search asks thousands of times
+@lru_cache  # a search for a layout asks thousands of times
 def unit_parameters(
     model: ModelConfig,
     padded_vocab: int,

@@ -295,7 +295,7 @@ def declare_grad_sum(module: nn.Module, grad_sum: tuple[str, ...]) -> None:
 
 
 def spec_of(name: str, parameter: nn.Parameter, config: ModelConfig) -> ParameterSpec:
-    """The declaration of a parameter called `name` in the model; what can be said of one that has
+    """The declaration of a parameter called `name` in the model; what is known of one that has
     none: ranks hold it whole, matrices are drawn, vectors begin with ones, biases with zeros.
     """
     # A layer of ours declares its parameters; of an ordinary module the names have to do.

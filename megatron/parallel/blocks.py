@@ -94,7 +94,7 @@ class BufferLayout:
 
     @cached_property
     def cleared(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of a new gradient that no product of a linear layer overwrites."""
+        """The ranges of a new gradient that no wgrad GEMM of a linear layer overwrites."""
         start, found = 0, []
         for entry in self.entries:
             if entry.start < self.late:  # a tensor without an element may end there, too
@@ -266,15 +266,13 @@ class Block:
 
     def open(self) -> None:
         """Give the parameters a `main_grad`: the block's gradient buffer. Weights of linear layers
-        are overwritten by their first product: only what lies between and after them is cleared.
+        are overwritten by their first wgrad: only what lies between and after them is cleared.
         """
         # The memory of a new buffer may hold anything: it is cleared where nothing overwrites it.
         assert self.grad is None
         self.grad = self.grad_place
         if self.grad is None:
             self.grad = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
-        # The first product of a linear layer overwrites its part: clearing it would read and write
-        # it once more.
         for first, last in self.layout.cleared:
             self.grad[first:last].zero_()
         for entry, parameter in zip(self.entries, self.parameters):
@@ -284,7 +282,7 @@ class Block:
                 parameter.overwrite_main_grad = True
 
     def complete(self) -> None:
-        """All passes are over: the gradient of a linear layer's weight that has had no product is
+        """All passes are over: the gradient of a linear layer's weight that has had no wgrad is
         zero.
         """
         for parameter in self.parameters:

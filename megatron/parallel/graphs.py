@@ -1,5 +1,5 @@
 """Passes of transformer layers captured in CUDA graphs and replayed: one launch in place of all
-those of a pass, for models so small that the host is slower than the GPU.
+those of a pass, for small, CPU-bound models.
 
 A graph repeats kernels on the addresses that it was captured with. So everything that a pass reads
 or writes has its own place: a layer's input and the gradient of its output are copied to such
@@ -123,7 +123,7 @@ class CapturedLayer:
 
 
 class GraphedRunner(LayerRunner):
-    """LayerRunner that replay graphs from the second step on. `graph` is for tests.
+    """A LayerRunner that replays graphs from the second step on. `graph` is for tests.
 
     Raises UserError where there is no GPU.
     """
@@ -182,7 +182,7 @@ class GraphedRunner(LayerRunner):
         # The next layer's graph reads y where it was captured. What a later pass of another stage
         # reads must outlive the next replay, so it is copied.
         y = captured.y.detach()
-        return copied(y) if layer in self.last else y, captured
+        return y.clone() if layer in self.last else y, captured
 
     def backward(
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any, aux_scale: float = 0.0
@@ -201,7 +201,7 @@ class GraphedRunner(LayerRunner):
         graph.replay()
         for weight in weights if overwrites else ():
             weight.overwrite_main_grad = False
-        return copied(dx) if layer in self.first else dx, None
+        return dx.clone() if layer in self.first else dx, None
 
     def _capture_forward(self, layer: Layer, x: Tensor, slot: MicroBatchSlot) -> CapturedLayer:
         if not self.captured:
@@ -253,11 +253,6 @@ class GraphedPipeline(Pipeline):
         super().backward(step, task)
         for micro in task.finished_micro_batches:
             self.runner.free_slot(step.micro_batches[micro])
-
-
-def copied(x: Tensor) -> Tensor:
-    """A result that outlives the next replay."""
-    return x.clone()
 
 
 def are_overwritten(weights: Sequence[Tensor]) -> bool:

@@ -34,8 +34,8 @@ from megatron.training.resume import (
     changed_data,
     changed_fields,
     check_complete,
+    logged_changes,
     resumed_schedule,
-    said_changes,
     schedule_changes,
 )
 from megatron.training.run import Progress
@@ -102,15 +102,15 @@ def prepare(
         # The ledger has the blends that the run has read so far: the order of samples depends on
         # it.
         ledger = checkpoint.state["ledger"] if progress.iteration > 0 else None
-        read = _scanned_by_rank_0(config, world), tokenizer, ledger, progress.consumed_samples
-        data = build_data(*read, reader)
+        scanned = _scanned_by_rank_0(config, world)
+        data = build_data(scanned, tokenizer, ledger, progress.consumed_samples, reader)
         # 5. Changes that need permission are refused or noted; the schedule is the checkpoint's or
         # ours.
         changed: list[str] = []
         if checkpoint is not None:
             changes += changed_data(checkpoint.state, config, data.history)
             notes += accept_changes(checkpoint, changes, config)
-            changed, schedule = _said(checkpoint, schedule, config)
+            changed, schedule = _changes_at_resume(checkpoint, schedule, config)
     return Prepared(
         config, advisor, tokenizer, checkpoint, progress, schedule, data, notes, changed
     )
@@ -196,11 +196,11 @@ def _resumed_progress(checkpoint: Checkpoint, config: Config) -> Progress:
     return from_saved(Progress, {name: state[name] for name in names}, "state")
 
 
-def _said(
+def _changes_at_resume(
     checkpoint: Checkpoint, schedule: ParamSchedule, config: Config
 ) -> tuple[list[str], ParamSchedule]:
     """What changes without permission, a line each, and the schedule that is used."""
-    changed = said_changes(checkpoint.state, config)
+    changed = logged_changes(checkpoint.state, config)
     if config.checkpoint.finetune:
         return changed, schedule
     theirs, whose = checkpoint.state["schedule"], "command line"

@@ -26,7 +26,7 @@ from megatron.observe.metrics import memory_metrics, rates, timer_metrics
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.parallel.timeline import Timeline
 from megatron.training.passes import schedule_of
-from megatron.training.run import Progress, Run, finished
+from megatron.training.run import Progress, Run
 from megatron.training.step import StepMetrics
 from megatron.training.timing import rows_of_ranks
 
@@ -86,7 +86,7 @@ def log(run: Run, interval: Interval, learning_rates: LearningRates) -> Interval
     run.starving.look(interval.last.scalars, progress.iteration)
     run.tracker.log(progress.iteration, metrics)
     if timeline is not None:
-        _show(run, timeline)
+        _show(run, timeline, last=interval.last.batch.is_last)
     # 4. The next interval begins; what is open is saved with a checkpoint that comes between lines.
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())
@@ -210,9 +210,8 @@ def pipeline_timeline(run: Run, batch_size: int) -> Timeline:
     return timeline
 
 
-def _show(run: Run, timeline: Timeline) -> None:
+def _show(run: Run, timeline: Timeline, *, last: bool) -> None:
     """The picture of a time line, where the tracker wants it."""
     title = f"{timeline.schedule}, the step of iteration {run.progress.iteration}"
-    last = finished(run.config, run.progress.iteration, run.progress.consumed_samples)
     page = partial(run.advisor.draw_timeline, title, timeline)
     run.tracker.show("pipeline-timeline", page, last=last)

@@ -20,6 +20,7 @@ from megatron.config.derive import POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, GivenConfig
 from megatron.config.input_files import InputError
+from megatron.config.metadata import ChangeRule
 from megatron.config.needs import is_rotary
 from megatron.config.options import FIELDS
 from megatron.distributed.groups import describe_layout
@@ -199,7 +200,7 @@ class Difference(NamedTuple):
     """A field that two configurations do not have in common."""
 
     name: str
-    change: Any  # what a change of it means, as the field declares it
+    change: ChangeRule  # declared by the field
     text: str
 
 
@@ -258,7 +259,7 @@ def _flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def said_changes(state: dict[str, Any], config: Config) -> list[str]:
+def logged_changes(state: dict[str, Any], config: Config) -> list[str]:
     """For the banner: the changes that need no permission but alter the steps to come, one a line.
     Where only weights are taken, these are settings of the model that hold no weights.
     """

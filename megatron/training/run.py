@@ -71,7 +71,7 @@ class Run:
     # What records the run and ends it.
     tracker: Tracker  # which writes on rank 0
     exits: ExitConditions
-    # What measures, saves and ends the run.
+    # Timing, progress, checkpoints and profiling.
     timing: Timing
     progress: Progress
     checkpoints: CheckpointManager | None  # with --save
@@ -102,7 +102,7 @@ class Run:
 
 
 def finished(config: Config, iteration: int, consumed_samples: int) -> bool:
-    """Whether a run that is so far has reached --train-iters or --train-samples."""
+    """Whether a run with these counts has reached --train-iters or --train-samples."""
     # Only one of the two flags can be given.
     if config.training.train_iters is not None:
         return iteration >= config.training.train_iters

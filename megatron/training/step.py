@@ -196,8 +196,8 @@ class GlobalBatch:
 
 
 class Packed:
-    """Float64 vectors by name, one behind the other in one vector: one message between ranks, or
-    one copy to the host, carries all of them.
+    """Named float64 vectors, concatenated so that one all-reduce or one copy to the host carries
+    all of them.
     """
 
     def __init__(self, parts: Mapping[str, Tensor]):

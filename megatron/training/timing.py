@@ -126,7 +126,7 @@ def make_timing(
 
 
 def rows_of_ranks(numbers: Sequence[float], ranks: int) -> list[list[float]]:
-    """The rows of a table that has travelled flat."""
+    """Split the flattened table of `RankTimer.table` into one row per rank."""
     width = len(numbers) // ranks
     return [list(numbers[rank * width : (rank + 1) * width]) for rank in range(ranks)]
 

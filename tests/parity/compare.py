@@ -16,9 +16,8 @@ from parity.worker import Outcome, Piece, Step, reference, run_case
 from torch import Tensor
 
 # Of a gradient that is 0 in exact arithmetic a run has the noise of its 1e5 roundings, which are
-# independent, relative to the other gradients
-# it. AdamW divides it by little more than its epsilon, so each step moves such a weight by up to lr
-# / epsilon times that.
+# independent, relative to the gradients that it is compared with. AdamW divides it by little more
+# than its epsilon, so each step moves such a weight by up to lr / epsilon times that.
 ZERO_GRADIENT_NOISE = 2.0**-53 * math.sqrt(1e5)
 LR, ADAM_EPS = 1e-2, 1e-8  # of layouts.BASE
 FP32_FACTOR, FP32_FLOOR = 4.0, 1e-7  # times the one-process error; times the global norm

@@ -52,8 +52,7 @@ BY_SAMPLE = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 
 
 
 # What is added to all keys alike moves all scores of a query alike, which softmax ignores (unless
-# positions or caps come between): the
-# gradient is rounding noise, its relative error means nothing.
+# positions or caps come between): the gradient is rounding noise, its relative error means nothing.
 KEY_BIAS = "attention.k.bias", "attention.v.bias"
 KEY_NORM_BIAS = "attention.k_norm.bias", "attention.q_norm.bias"
 
@@ -335,6 +334,11 @@ PRECISIONS = {
 }
 
 
+def last_number(flags: list[str] | tuple[str, ...], flag: str) -> int:
+    """The last value of a flag, which wins."""
+    return int(flags[len(flags) - flags[::-1].index(flag)])
+
+
 @dataclass(frozen=True)
 class Row:
     """One case of the table."""
@@ -380,8 +384,7 @@ class Row:
         """
         words = self.layout.split()
         if self.words.pp == 1:
-            given = [*BASE, *self.of.flags.split()]
-            return int(given[len(given) - given[::-1].index("--num-layers")])
+            return last_number([*BASE, *self.of.flags.split()], "--num-layers")
         stages = self.words.pp * (
             int(words[words.index("interleaved") + 1][1:])
             if "interleaved" in words
@@ -401,8 +404,7 @@ class Row:
         """How many gradients are sent and added up in a step."""
         flags = self.flags(layout=True)
         samples, micro_batch = (
-            int(flags[len(flags) - flags[::-1].index(flag)])
-            for flag in ("--global-batch-size", "--micro-batch-size")
+            last_number(flags, flag) for flag in ("--global-batch-size", "--micro-batch-size")
         )
         return samples // micro_batch if self.stage >= 2 else self.words.dp
 

@@ -467,7 +467,7 @@ def _our_biases(family: Family, config: JsonObject, faults: list[str]) -> JsonOb
 
 
 def _our_activation(family: Family, config: JsonObject, faults: list[str]) -> str:
-    """Ours; with an unknown one its fault, and any one, so that other faults are found as well."""
+    """Map to our activation name. An unknown one is added to `faults`, and a known one returned."""
     known = _GATED_ACTIVATIONS if family.gated else _PLAIN_ACTIVATIONS
     given = _value(family, config, family.activation)
     if given not in known:

@@ -71,7 +71,7 @@ def _are_new(results: tuple, args: tuple) -> bool:
     """Whether each result is a tensor with a storage of its size that no other tensor has."""
     if not all(isinstance(each, Tensor) and each.is_meta for each in results):
         return False
-    given = [each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)]
+    given = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
     storages = [each.untyped_storage() for each in results]
     sizes = [
         torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
@@ -80,6 +80,4 @@ def _are_new(results: tuple, args: tuple) -> bool:
         for each in results
     ]
     keys = {*given, *(each._cdata for each in storages)}
-    return len(keys) == len(set(given)) + len(results) and sizes == [
-        each.nbytes() for each in storages
-    ]
+    return len(keys) == len(given) + len(results) and sizes == [each.nbytes() for each in storages]

@@ -1,7 +1,4 @@
-"""Time lines as files: JSON, and events of a Chrome trace.
-
-Called from tools/plot_schedule.py.
-"""
+"""Time lines as files: JSON, and events of a Chrome trace."""
 
 from __future__ import annotations
 

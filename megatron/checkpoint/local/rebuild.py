@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from megatron.checkpoint.files import is_whole
+from megatron.checkpoint.files import GIB, is_whole
 from megatron.checkpoint.index import load_bytes, read_table
 from megatron.checkpoint.local.exchange import Stream
 from megatron.checkpoint.local.nodes import Nodes, RunId
-from megatron.checkpoint.local.saves import GIB, NodeAttempt
+from megatron.checkpoint.local.saves import NodeAttempt
 from megatron.checkpoint.local.xor import Stripe, stripes_in
 from megatron.checkpoint.manifest import (
     MANIFEST,

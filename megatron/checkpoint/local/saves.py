@@ -20,8 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.commit import Attempt, in_words
+from megatron.checkpoint.commit import Attempt, in_words, trash_folder
 from megatron.checkpoint.files import (
+    GIB,
     new_file,
     split_header,
     sync_folder,
@@ -49,7 +50,6 @@ from megatron.config.input_files import JsonObject
 logger = logging.getLogger(__name__)
 
 NUM_KEPT = 2  # newest iterations that stay
-GIB = 1 << 30
 
 
 def save_local(
@@ -198,7 +198,7 @@ class NodeAttempt(Attempt):
         shutil.rmtree(self._trash(self.iteration), ignore_errors=True)
 
     def _trash(self, iteration: int) -> Path:
-        return self.root / f".trash-iter-{iteration}-{self.name}"
+        return trash_folder(self.root, iteration, self.name)
 
     def thin(self) -> None:
         """Every node has this iteration: keep it and the newest before it."""

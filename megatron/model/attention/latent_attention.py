@@ -41,7 +41,7 @@ def _for_all_heads(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def _of_all_heads(dy: Tensor, tp: TensorParallel) -> Tensor:
-    """The sum of the ranks' gradients: each rank's is that of its own heads."""
+    """The sum of the ranks' gradients: each rank has that of its heads."""
     if tp.sequence:
         return reduce_scatter(dy.contiguous(), tp.axis)
     return all_reduce(dy.clone(), tp.axis)

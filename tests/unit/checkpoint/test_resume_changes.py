@@ -28,7 +28,7 @@ from megatron.observe.tracking import read_metrics
 from megatron.optimizer import lr_schedule
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.training import resume as resume_module
-from megatron.training.resume import changed_data, changed_fields, check_complete, said_changes
+from megatron.training.resume import changed_data, changed_fields, check_complete, logged_changes
 from megatron.training.run import Progress
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -264,7 +264,7 @@ def what_is_done(group: str, name: str) -> str:
         for change in changed_fields(state_of(config), changed, 50, "t")
         if change.text.startswith(flag)
     ]
-    said = [line for line in said_changes(state_of(config), changed) if line.startswith(flag)]
+    said = [line for line in logged_changes(state_of(config), changed) if line.startswith(flag)]
     assert len(refused) + len(said) <= 1
     if refused:
         return f"refused: {refused[0].accept}" if refused[0].accept else "refused"

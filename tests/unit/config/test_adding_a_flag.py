@@ -24,7 +24,7 @@ from document_flags import document
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import ArgumentErrors
 from megatron.config.validate import resolve
-from megatron.training.resume import said_changes
+from megatron.training.resume import logged_changes
 
 FLAGS = '''--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
     --micro-batch-size 2 --train-iters 2 --lr 0.1 --mock-data --tokenizer-type NullTokenizer
@@ -40,7 +40,7 @@ for words in (
     except ArgumentErrors as error:
         print(*error.faults, sep="\\n")
 old, new = (parse_arguments(f"{FLAGS} {more}".split()).config for more in ("", "--nesterov 0.9"))
-print(said_changes({"config": old.to_dict()}, new), document())
+print(logged_changes({"config": old.to_dict()}, new), document())
 """
 
 
