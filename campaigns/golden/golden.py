@@ -11,7 +11,7 @@ and the bytes that it sent.
 Bits depend on the processor and on torch's version, so `compare` first looks whether those of the
 file are these. Where they are not, it makes the runs of the recorded commit again, in a
 separate work tree, and compares with those. `--only WORD` takes the runs whose name has this word
-in it; `--tree DIR` runs another checkout.
+in it, and `record` then keeps the others of the file; `--tree DIR` runs another checkout.
 """
 
 from __future__ import annotations
@@ -73,8 +73,13 @@ def main() -> int:
     options.out = options.out and options.out.resolve()
     chosen = [run for run in runs.golden_runs() if options.only in run.name]
     if options.action == "record":
-        found = record(options.tree, chosen)
-        write(options.out or RECORDED, found)
+        found, out = record(options.tree, chosen), options.out or RECORDED
+        if options.only and out.exists():  # the other runs of the file stay
+            kept = json.loads(out.read_text())
+            if kept["machine"] != found["machine"]:
+                parser.error(f"{out.name} is of another machine: record all its runs")
+            found["runs"] = kept["runs"] | found["runs"]
+        write(out, found)
         return 0
     if options.base:
         before = record_commit(options.base, options.only)
@@ -138,7 +143,7 @@ def record(tree: Path, chosen: list[runs.GoldenRun]) -> dict[str, Any]:
             if isinstance(outcome, str):
                 failed.append(f"{run.name}: {outcome}")
             else:
-                found[run.name] = outcome
+                found[run.name] = {"commit": commit, **outcome}
             print(f"  {run.name}", flush=True)
     if failed:
         print("\n".join(["runs that failed:", *failed]))

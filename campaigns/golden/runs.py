@@ -27,6 +27,18 @@ GROUPED = "--group-query-attention --num-query-groups 2"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 CAPS = "--attn-logit-softcapping 3 --final-logit-softcapping 2 --z-loss-coeff 1e-2"
 FULL = "--recompute-granularity full"
+EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24"
+CAPACITY = f"{EXPERTS} --moe-expert-capacity-factor 0.8 --moe-layer-freq 2"
+BIASED = f"""
+    {EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 5e-2 1e-2
+    --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate
+"""
+YARN = "--position-embedding-type yarn --rope-scaling-factor 4 --mscale 0.7 --mscale-all-dim 1.2"
+LATENT = f"""
+    {LLAMA} --multi-latent-attention --kv-lora-rank 12 --q-lora-rank 24 --qk-head-dim 8
+    --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm
+"""
 SGD = "--optimizer sgd --lr 0.1"
 # Scales so high that the first steps overflow, and a window so short that later ones do again.
 FP16 = "--fp16 --initial-loss-scale 4194304 --loss-scale-window 2 --train-iters 8"
@@ -35,6 +47,8 @@ TP2 = "--tensor-model-parallel-size 2"
 SP = f"{TP2} --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 PP4 = "--pipeline-model-parallel-size 4 --global-batch-size 8"
+EP2 = "--expert-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 SCHEDULES = {
     "gpipe": "--pipeline-schedule gpipe",
     "1f1b": "",
@@ -92,7 +106,8 @@ def _resumed(name: str, flags: str, *launches: tuple[int, str]) -> GoldenRun:
 
 def golden_runs() -> list[GoldenRun]:
     """All runs, in the order in which they are made."""
-    return [*_one_process(), *_tensor(), *_pipelines(), *_sharded(), *_mixed(), *_resumes()]
+    dense = [*_one_process(), *_tensor(), *_pipelines(), *_sharded(), *_mixed()]
+    return [*dense, *_experts(), *_latent(), *_context(), *_resumes()]
 
 
 def _one_process() -> list[GoldenRun]:
@@ -229,6 +244,38 @@ def _mixed() -> list[GoldenRun]:
             4,
             f"{PP2} {SCHEDULES['zero-bubble-v']} --zero-stage 3 --param-cpu-offload {LLAMA} {FULL}",
         ),
+    ]
+
+
+def _experts() -> list[GoldenRun]:
+    return [
+        _one("dp2 ep2, experts", 2, f"{EP2} {EXPERTS} --moe-aux-loss-coeff 1e-2 --fp64"),
+        _one("dp4 ep2 zero3, experts of limited capacity", 4, f"{EP2} --zero-stage 3 {CAPACITY}"),
+        _one(
+            "tp2 sp dp2 ep2 zero1, experts with a bias, bf16",
+            4,
+            f"{SP} {EP2} --expert-tensor-parallel-size 1 --zero-stage 1 {BIASED} --bf16",
+        ),
+        _one(
+            "pp2 1f1b dp2 ep2 zero2, experts, pairs of micro-batches",
+            4,
+            f"{PP2} {EP2} --zero-stage 2 --overlap-moe-expert-parallel-comm {BIASED}",
+        ),
+    ]
+
+
+def _latent() -> list[GoldenRun]:
+    return [
+        _one("one process: latent attention", 1, f"{LATENT} {YARN}"),
+        _one("tp2 sp, latent attention, recompute", 2, f"{SP} {LATENT} {FULL} --bf16"),
+    ]
+
+
+def _context() -> list[GoldenRun]:
+    return [
+        _one("cp2 ring, documents", 2, f"{CP2} --cp-comm-type p2p {DROPOUT} {DOCUMENTS}"),
+        _one("cp2 a2a zero2", 2, f"{CP2} --cp-comm-type a2a --zero-stage 2 {LLAMA} {GROUPED}"),
+        _one("cp2 gathered, bf16", 2, f"{CP2} {LLAMA} {DOCUMENTS} --window-size 7 --bf16"),
     ]
 
 
