@@ -52,7 +52,7 @@ class Ended:
     errors: str  # its stderr
 
     @property
-    def said(self) -> str:
+    def last_error(self) -> str:
         """The last error in its output."""
         return [line for line in self.errors.splitlines() if "Error: " in line][-1]
 

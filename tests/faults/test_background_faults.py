@@ -191,10 +191,10 @@ def test_a_writer_dies_with_its_trainer(tmp_path, tied):
 
 def train_with_little_room(root: Path, filler: Path) -> tuple[list[str], list[int], list[str]]:
     """Two ranks save iteration 1; then there is no room for iteration 2, and then there is for 3.
-    (what was said, iterations there, traces).
+    (lines logged, iterations there, traces).
     """
     ranks = all_ranks()
-    with saver_at(root, ranks) as (saver, said):
+    with saver_at(root, ranks) as (saver, lines):
         for iteration in (1, 2, 3):
             if iteration > 1 and ranks.first:
                 if iteration == 2:
@@ -211,7 +211,7 @@ def train_with_little_room(root: Path, filler: Path) -> tuple[list[str], list[in
             dist.barrier()
             assert saver.went_well == (iteration != 2) and traces(root) == []
         dist.barrier()
-        return said, list_iterations(root), traces(root)
+        return lines, list_iterations(root), traces(root)
 
 
 def test_a_full_disk(gloo_world, tmp_path):

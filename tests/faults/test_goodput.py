@@ -120,7 +120,7 @@ def test_without_an_event_it_does_not(folder, tmp_path, capsys):
         (copy / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in left))
         assert not goodput(copy).adds_up, kind
         assert tool.main([str(copy)]) == 1
-        assert "do not" not in (said := capsys.readouterr().out) and "events are missing" in said
+        assert "do not" not in (out := capsys.readouterr().out) and "events are missing" in out
     assert list(tmp_path.iterdir())  # at least one kind took long enough
 
 

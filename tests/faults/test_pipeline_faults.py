@@ -42,7 +42,7 @@ def waited(end: Ended, stage: int, what: str) -> float:
             rf"PeerError: rank \d waited ([\d.]+) s for pipeline stage {stage} \(rank {stage}\) "
             rf"to {what}\. "
         ),
-        end.said,
+        end.last_error,
     )
     assert found and end.code == 1, end.errors
     # the layout and where the run stood
@@ -98,7 +98,7 @@ def test_a_stage_raises(run):
     first, middle, victim = run("raise", 2, "B 2 0", *PATIENT)
     assert (
         victim.code == 1
-        and "ZeroDivisionError: something of the user's own went wrong" in victim.said
+        and "ZeroDivisionError: something of the user's own went wrong" in victim.last_error
     ), victim.errors
     waited(middle, 2, "send the gradient of micro-batch 0 to the backward pass of stage 1")
     waited(first, 1, "send the gradient of micro-batch 0 to the backward pass of stage 0")
@@ -120,10 +120,10 @@ def test_a_rank_ends_within_a_pair_of_passes(run, fault, where):
     if fault == "kill":
         assert victim.code == -signal.SIGKILL
     else:
-        assert victim.code == 1 and "ZeroDivisionError: something of the" in victim.said
+        assert victim.code == 1 and "ZeroDivisionError: something of the" in victim.last_error
     for end in (first, last):
         assert end.code == 1 and end.after < LONG, end.errors
-        assert "PeerError" in end.said, end.errors
+        assert "PeerError" in end.last_error, end.errors
 
 
 @pytest.mark.full
@@ -141,6 +141,6 @@ def test_a_stage_hangs_when_the_others_have_done_their_part(run):
         r"last messages of the step\. "
     )
     for end, pattern in ((middle, f"{done.format(1)}|{taken}"), (last, done.format(2))):
-        found = re.search(pattern, end.said)
+        found = re.search(pattern, end.last_error)
         assert found and end.code == 1, end.errors
         assert TIMEOUT - 1 < float(found[found.lastindex]) < LONG

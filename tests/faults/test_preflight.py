@@ -127,8 +127,8 @@ def test_nodes_in_order_are_not_named(nodes, tmp_path):
     for node in range(NODES):
         nodes.start(node)
     assert nodes.end(0, 1, 2) == [0, 0, 0], nodes.output(0)
-    said = nodes.output(0)
-    assert said.splitlines()[-1] == "preflight: in order" and "fault" not in said
+    output = nodes.output(0)
+    assert output.splitlines()[-1] == "preflight: in order" and "fault" not in output
     assert nodes.faults() == {}
     assert not any("preflight" in nodes.output(node) for node in (1, 2))  # one rank prints
     found = json.loads(nodes.report.read_text())["nodes"]
@@ -209,5 +209,5 @@ def test_rank_0_is_stopped(nodes, tmp_path):
         time.sleep(0.01)
     os.kill(nodes.processes[0].pid, signal.SIGSTOP)
     assert nodes.end(1, 2) == [2, 2]
-    said = f"{nodes.network.address}: rank 0, which the others report to, does not answer"
-    assert said in nodes.output(1) and said in nodes.output(2)
+    message = f"{nodes.network.address}: rank 0, which the others report to, does not answer"
+    assert message in nodes.output(1) and message in nodes.output(2)

@@ -45,13 +45,13 @@ CASES = {  # ranks, the one that is stopped, before what, and in what each of th
 
 def run(folder: Path, ranks: int, victim: int, where: str, flags: list[str]) -> dict[int, str]:
     """The last error of each rank but the one that is stopped; checks exit codes and times."""
-    said = {}
+    errors = {}
     ends = run_with_fault(folder, ranks, Fault("stop", victim, where), [*FLAGS, *flags])
     for rank, end in enumerate(ends):
         if rank != victim:
-            said[rank] = end.said
+            errors[rank] = end.last_error
             assert end.code == 1 and end.after < TIMEOUT + SLACK, end.errors
-    return said
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -60,32 +60,32 @@ def run(folder: Path, ranks: int, victim: int, where: str, flags: list[str]) -> 
 )
 def test_the_others_name_it(tmp_path, case):
     ranks, victim, where, flags, waits = CASES[case]
-    said = run(tmp_path, ranks, victim, where, flags)
-    assert said.keys() == waits.keys()
+    errors = run(tmp_path, ranks, victim, where, flags)
+    assert errors.keys() == waits.keys()
     for rank, what in waits.items():
         found = re.search(
             (
                 rf"PeerError: rank {rank} waited ([\d.]+) s (in|for) {what}.* ended or hangs: "
                 r"(.*)\. Look at its output"
             ),
-            said[rank],
+            errors[rank],
         )
-        assert found and float(found[1]) > TIMEOUT - 1, said[rank]
+        assert found and float(found[1]) > TIMEOUT - 1, errors[rank]
         # its last report is of the moment when it was stopped, or of a collective just before
         silent = (
             rf"rank {victim} \(process \d+ on \S+\) is silent; its last report, \d+ s ago: "
             rf"(.*computing|in iteration \d+, rank {victim} waited \d\.\d s [^;]*)"
         )
-        assert re.fullmatch(silent, found[3]), said[rank]  # and no other
+        assert re.fullmatch(silent, found[3]), errors[rank]  # and no other
 
 
 @pytest.mark.full
 def test_the_rank_that_holds_the_store(tmp_path):
-    said = run(tmp_path, 2, 0, "F 0 1", [])
+    errors = run(tmp_path, 2, 0, "F 0 1", [])
     assert re.search(
         (
             r"PeerError: rank 1 waited .* ended or hangs: rank 0, which holds the rendezvous "
             r"store, is silent\. "
         ),
-        said[1],
-    ), said[1]
+        errors[1],
+    ), errors[1]

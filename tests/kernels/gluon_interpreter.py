@@ -185,7 +185,7 @@ class Partition:
         self.waited.clear()
         self.shared |= self.known
 
-    def said(self) -> set[int]:
+    def completed(self) -> set[int]:
         """What an arrival of one of its threads marks as complete."""
         return self.known if self.warps == 1 else self.shared
 
@@ -378,7 +378,7 @@ def _language(machine: Machine) -> dict[str, Any]:
     def expect(bar: Barrier, size: int) -> None:
         machine.pause()
         bar.arrive(set(), 0, size)
-        bar.arrive(machine.me().said(), 1)
+        bar.arrive(machine.me().completed(), 1)
 
     def meet() -> None:
         machine.pause()

@@ -33,10 +33,10 @@ def gate(tmp_path):
 def test_every_kernel_compiles_as_the_manifest_says(gate):
     done = gate("--quick")
     assert done.returncode == 0, done.stdout + done.stderr
-    said = (
+    message = (
         r"^[1-9]\d+ kernels compiled with Triton [\d.]+, 0 faults(; \d+ have the manifest's key)?$"
     )
-    assert re.search(said, done.stdout, re.MULTILINE)
+    assert re.search(message, done.stdout, re.MULTILINE)
 
 
 @pytest.mark.full

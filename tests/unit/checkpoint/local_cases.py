@@ -101,7 +101,7 @@ def restart(
     mutant: str | None = None,
 ) -> tuple:
     """Take the newest local checkpoint and read another cut of it: (iteration, what is not
-    `example(seed)`, what was said, bytes fetched).
+    `example(seed)`, lines logged, bytes fetched).
 
     Seed 0: that of the iteration's number.
     """

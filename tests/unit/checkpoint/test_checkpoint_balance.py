@@ -77,8 +77,8 @@ def test_the_files_of_a_run_are_equal(gloo_world, tmp_path):
     """And what they would be if owners alone wrote them."""
     for mode in ("balanced", "owner"):
         arguments = (*RUN, "--save", str(tmp_path / mode), "--ckpt-parallel-write", mode)
-        said = gloo_world(4).run(start_run, arguments)
-        assert all(text.endswith("exit code 0") for text in said), said
+        outputs = gloo_world(4).run(start_run, arguments)
+        assert all(text.endswith("exit code 0") for text in outputs), outputs
     balanced, owner = in_files(tmp_path / "balanced"), in_files(tmp_path / "owner")
     assert len(balanced) == 4 and imbalance(balanced) <= MOST
     assert sum(balanced) == sum(owner) and max(owner) > 1.5 * max(balanced)

@@ -43,7 +43,7 @@ def dealt(seed: int, cut_seed: int) -> dict[int, list[tuple[Box, torch.Tensor]]]
 def save(
     root, iteration: int, seed: int, cut_seed: int, state: dict = STATE
 ) -> tuple[str, list[str]]:
-    """(the error or the folder's name, what was said) on this rank."""
+    """(the error or the folder's name, lines logged) on this rank."""
     with logged() as lines:
         try:
             hand = dealt(seed, cut_seed)[dist.get_rank()]
@@ -107,7 +107,7 @@ def assert_one_error(outcomes, text: str, root) -> None:
     """Every rank ended with the same error, the older checkpoint is untouched, and no trace is
     left.
     """
-    assert len({error for error, _ in outcomes}) == 1 and not any(said for _, said in outcomes)
+    assert len({error for error, _ in outcomes}) == 1 and not any(lines for _, lines in outcomes)
     assert text in outcomes[0][0], outcomes[0][0]
     loads(silently(open_checkpoint, root).path, example(1))
     assert listing(root) == WHOLE

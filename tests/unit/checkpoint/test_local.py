@@ -373,7 +373,7 @@ def test_without_room_to_rebuild(job, tmp_path, redundancy):
 
 
 @pytest.mark.parametrize(
-    ("redundancy", "alone", "said"),
+    ("redundancy", "alone", "message"),
     [
         ("partner", "a partner is another one", "when a host is lost, so may be both copies"),
         (
@@ -383,14 +383,14 @@ def test_without_room_to_rebuild(job, tmp_path, redundancy):
         ),
     ],
 )
-def test_redundancy_needs_several_nodes_of_one_size(job, redundancy, alone, said):
+def test_redundancy_needs_several_nodes_of_one_size(job, redundancy, alone, message):
     words = "require_redundancy", redundancy
     error, _ = job(2, 2).run(checked, *words)[0]
     assert f"--local-redundancy {redundancy}: all ranks see the same" in error
     assert f"counts as one node, and {alone}" in error
     assert "found " in job(4, 3).run(checked, *words)[3][0]
     shown = job(4, 2).run(checked, *words)
-    assert all(error == "" for error, _ in shown) and said in "".join(shown[0][1])
+    assert all(error == "" for error, _ in shown) and message in "".join(shown[0][1])
 
 
 def test_room_is_asked_for_before_training(job, tmp_path):

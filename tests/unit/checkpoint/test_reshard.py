@@ -166,7 +166,7 @@ class Runs:
             **row._asdict(),
             "not loaded bit for bit": sum(loaded, []),
             "losses": max(abs(a - b) / abs(a) for a, b in zip(whole, resumed, strict=True)),
-            "said bit for bit": "resumes bit for bit" in text,
+            "logged bit for bit": "resumes bit for bit" in text,
         }
         if row.source == row.target:
             found["tensors that differ 3 iterations later"] = differing(
@@ -181,7 +181,7 @@ def faults(found: dict[str, Any]) -> list[str]:
     """In what a measured row is not as promised."""
     shown = [f"rank holds {text}" for text in found["not loaded bit for bit"]]
     same = found["source"] == found["target"]
-    if found["said bit for bit"] != same:
+    if found["logged bit for bit"] != same:
         shown.append("the log is wrong about bits")
     bound = 0.0 if same else FP16 if "fp16" in found["feature"] else FP64
     if not found["losses"] <= bound:
@@ -280,7 +280,7 @@ def test_a_broken_resume_is_seen_in_the_table(runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "more", "said"),
+    ("source", "target", "more", "message"),
     [
         ("dp2zero1", "dp2zero3", "--micro-batch-size 2", "resumes bit for bit"),
         (
@@ -292,15 +292,15 @@ def test_a_broken_resume_is_seen_in_the_table(runs, tmp_path):
         ),
     ],
 )
-def test_a_run_says_what_another_stage_does_to_its_bits(on, tmp_path, source, target, more, said):
+def test_a_run_logs_what_another_stage_does_to_bits(on, tmp_path, source, target, more, message):
     """Bit for bit means it; where it is not promised nothing is tested but the words."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     common = more.split()
     on(source, start, flags("tied-bf16", source, *common, *saving(whole)))
     loading = ("--load", whole, "--ckpt-step", 3, *saving(resumed))
     text = on(target, start, flags("tied-bf16", target, *common, *loading))[0]
-    assert f"iteration 3; {said}\n" in text
-    assert said != "resumes bit for bit" or differing(saved(whole, 6), saved(resumed, 6)) == []
+    assert f"iteration 3; {message}\n" in text
+    assert message != "resumes bit for bit" or differing(saved(whole, 6), saved(resumed, 6)) == []
 
 
 @pytest.mark.parametrize(

@@ -201,14 +201,14 @@ def test_the_checkpoint_s_arguments(root, tmp_path):
     assert start((*evaluation, *where)).endswith("exit code 0")
 
 
-# ---- which changes are refused, said, or neither: every field of the configuration
+# ---- which changes are refused, logged, or neither: every field of the configuration
 
 
 KERNELS = {name for name, option in FIELDS.items() if option.change.kernel} - {
     "adam_implementation",
     "grad_norm_backend",
 }
-# fields that neither are refused nor said, by group: they change rounding alone, or no number
+# fields that are neither refused nor logged, by group: they change rounding alone, or no number
 OTHERWISE = {
     "model": {
         *KERNELS,
@@ -246,8 +246,8 @@ def state_of(config: Config) -> dict:
 
 
 def what_is_done(group: str, name: str) -> str:
-    """`refused`, `refused: <value of --accept-changed>`, `said` or `nothing` when this field alone
-    differs from the checkpoint.
+    """`refused`, `refused: <value of --accept-changed>`, `logged` or `nothing` when this field
+    alone differs from the checkpoint.
     """
     config = replace(Config(), model=replace(Config().model, position_embedding_type="rope"))
     changed = replace(
@@ -264,11 +264,11 @@ def what_is_done(group: str, name: str) -> str:
         for change in changed_fields(state_of(config), changed, 50, "t")
         if change.text.startswith(flag)
     ]
-    said = [line for line in logged_changes(state_of(config), changed) if line.startswith(flag)]
-    assert len(refused) + len(said) <= 1
+    lines = [line for line in logged_changes(state_of(config), changed) if line.startswith(flag)]
+    assert len(refused) + len(lines) <= 1
     if refused:
         return f"refused: {refused[0].accept}" if refused[0].accept else "refused"
-    return "said" if said else "nothing"
+    return "logged" if lines else "nothing"
 
 
 def documented() -> dict[str, str]:
@@ -286,7 +286,7 @@ def documented() -> dict[str, str]:
                 f"refused: {cells[1].split()[1].strip('`')}",
             )
         elif len(cells) == 2 and cells[0] in OTHERWISE | {"optimizer": (), "distributed": ()}:
-            found |= dict.fromkeys(re.findall(r"`(--[a-z0-9-]+)`", cells[1]), "said")
+            found |= dict.fromkeys(re.findall(r"`(--[a-z0-9-]+)`", cells[1]), "logged")
     return found
 
 
@@ -320,7 +320,7 @@ def test_every_field_is_refused_said_or_known_to_change_no_step():
             assert (done == "nothing") == (known and name not in found), (
                 f"{name}: {done}; write in megatron/training/resume.py what a change of it means"
             )
-            is_model = group == "model" and done != "said" and not known
+            is_model = group == "model" and done != "logged" and not known
             assert (done == "refused") == (is_model and name not in found), name
     assert found == expected
 

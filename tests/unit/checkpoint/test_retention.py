@@ -213,9 +213,9 @@ def test_what_was_saved_last_is_taken(tmp_path, background):
         "holds later iterations from before this run, which resumed from an earlier one: 30, 20."
     )
     assert later in warning and "takes iteration 15" in warning
-    iteration, (said,) = newest(tmp_path)
-    assert iteration == 15 and "NOT taken are iterations 30, 20:" in said
-    assert "--ckpt-step 30" in said
+    iteration, (message,) = newest(tmp_path)
+    assert iteration == 15 and "NOT taken are iterations 30, 20:" in message
+    assert "--ckpt-step 30" in message
     assert open_checkpoint(tmp_path, step=30).state["run"] == 1
     run.save(25)
     assert newest(tmp_path)[0] == 25

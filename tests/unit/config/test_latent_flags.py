@@ -109,8 +109,8 @@ def yarn_frequencies(factor: float, original: int, fast: float, slow: float) -> 
 def test_yarn_is_taken_whatever_the_position_flag(kind, words, factor, original, fast, slow):
     model, notes = positions(f"{LATENT} --position-embedding-type {kind} {words}")
     assert model.position_embedding_type == "yarn"
-    said = "position-embedding-type = yarn: latent attention has YaRN unless --rope-type rope"
-    assert any(note.startswith(said) for note in notes) == (kind != "yarn")
+    message = "position-embedding-type = yarn: latent attention has YaRN unless --rope-type rope"
+    assert any(note.startswith(message) for note in notes) == (kind != "yarn")
     if original == 4096:
         line = "rope-original-max-position-embeddings = 4096: YaRN's default in Megatron-LM"
         assert line in notes

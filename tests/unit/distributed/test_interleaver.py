@@ -10,14 +10,14 @@ import torch
 from megatron.distributed.interleaver import AbandonedError, Interleaver, yield_turn
 
 
-def speaker(said: list[str], name: str, times: int):
+def speaker(journal: list[str], name: str, times: int):
     """Logs its name and a number, and gives way after each; returns the name."""
 
     def speak() -> str:
         for number in range(times):
-            said.append(f"{name}{number}")
+            journal.append(f"{name}{number}")
             yield_turn()
-        said.append(f"{name} ends")
+        journal.append(f"{name} ends")
         return name
 
     return speak
@@ -33,12 +33,12 @@ def speaker(said: list[str], name: str, times: int):
     ],
 )
 def test_they_take_turns(first, second, order):
-    said: list[str] = []
+    journal: list[str] = []
     turns = Interleaver()
     for _ in range(2):  # the thread is kept
-        said.clear()
-        found = turns.run_overlapped(speaker(said, "a", first), speaker(said, "b", second))
-        assert found == ("a", "b") and " ".join(said) == order
+        journal.clear()
+        found = turns.run_overlapped(speaker(journal, "a", first), speaker(journal, "b", second))
+        assert found == ("a", "b") and " ".join(journal) == order
     yield_turn()  # no other pass runs
     assert Interleaver.current is None
 
@@ -56,7 +56,7 @@ def test_each_has_a_thread_that_differentiates():
 
 
 def test_one_that_gives_way_within_a_backward_pass():
-    said: list[str] = []
+    journal: list[str] = []
 
     class Exchanged(torch.autograd.Function):
         @staticmethod
@@ -65,21 +65,21 @@ def test_one_that_gives_way_within_a_backward_pass():
 
         @staticmethod
         def backward(ctx, dy):
-            said.append("dy is on its way")
+            journal.append("dy is on its way")
             yield_turn()
-            said.append("dy is there")
+            journal.append("dy is there")
             return 2 * dy
 
     x = torch.ones(3, requires_grad=True)
     y = Exchanged.apply(x)
 
     def forward() -> torch.Tensor:
-        said.append("forward pass")
+        journal.append("forward pass")
         other = torch.ones(3, requires_grad=True)
         return (3 * other).sum()
 
     _, z = Interleaver().run_overlapped(lambda: y.sum().backward(), forward)
-    assert said == ["dy is on its way", "forward pass", "dy is there"]
+    assert journal == ["dy is on its way", "forward pass", "dy is there"]
     assert torch.equal(x.grad, torch.full((3,), 2.0)) and z.requires_grad
 
 
@@ -109,6 +109,6 @@ def test_a_failure_ends_both(fails, late):
     assert Interleaver.current is None and isinstance(ends[fails], ValueError)
     if late or fails == 1:  # else it never began
         assert isinstance(ends[1 - fails], AbandonedError)
-    said: list[str] = []
-    turns.run_overlapped(speaker(said, "a", 1), speaker(said, "b", 1))
-    assert len(said) == 4
+    journal: list[str] = []
+    turns.run_overlapped(speaker(journal, "a", 1), speaker(journal, "b", 1))
+    assert len(journal) == 4

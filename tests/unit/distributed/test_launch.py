@@ -138,7 +138,7 @@ class TestMPI:
         assert (found.rank, found.world_size, found.local_rank) == (5, 8, 1)
 
     def test_its_daemon_was_started_by_srun(self, launcher):
-        """What srun said of the daemon is not of the ranks; bare PMI variables are srun's own."""
+        """What srun sets for the daemon is not of the ranks; bare PMI variables are srun's own."""
         environment = {**SRUN, **of_mpi(launcher), **MEET}
         by_srun = launcher.startswith("a PMI")
         assert read_launch(environment).launcher == ("srun" if by_srun else launcher)

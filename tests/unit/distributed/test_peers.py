@@ -33,13 +33,13 @@ def test_rank_0_warns_once_of_a_silent_rank_and_says_when_it_is_back(three, log_
         if expected == "back":
             third.report()
         first._warn(seen, warned)
-        said = "\n".join(log_lines)
+        text = "\n".join(log_lines)
         log_lines.clear()
         assert (
-            "rank 2 (process" in said
-            and "is silent; its last report, 0 s ago: before the first iteration, computing" in said
+            "rank 2 (process" in text
+            and "is silent; its last report, 0 s ago: before the first iteration, computing" in text
         ) == (expected == "silent")
-        assert ("rank 2 reports again" in said) == (expected == "back") and "rank 1" not in said
+        assert ("rank 2 reports again" in text) == (expected == "back") and "rank 1" not in text
 
 
 def test_a_rank_that_ended_is_named_with_its_error(three):

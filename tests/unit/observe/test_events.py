@@ -70,13 +70,13 @@ def test_goodput_is_in_the_summary_of_wandb(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WANDB_SILENT", "true")
     for flags in (["--exit-interval", "6"], []):
         train(tmp_path, "--wandb-project", "p", *flags)
-        found, said = goodput(tmp_path), summary(tmp_path)
+        found, logged = goodput(tmp_path), summary(tmp_path)
         expected = {
             "goodput/share": found.productive / found.wall,
             "goodput/starts": found.starts,
             "goodput/wall": found.wall,
             **{f"goodput/{cause}": seconds for cause, seconds in found.rows()},
         }
-        shown = {name: value for name, value in said.items() if name.startswith("goodput/")}
+        shown = {name: value for name, value in logged.items() if name.startswith("goodput/")}
         assert shown == pytest.approx(expected)
     assert found.starts == 2 and found.productive > 0 < found.losses["checkpoint"]

@@ -360,7 +360,7 @@ def test_what_cannot_train_is_refused_by_name(message):
 
 
 def error_of(layer: type[TransformerLayer]) -> str:
-    """What is said of a model of such layers on two tensor-parallel ranks."""
+    """The message about a model of such layers on two tensor-parallel ranks."""
     tp = TensorParallel(make_groups(Layout(tp=2), HEADS).tp)
     try:
         build(layer, tp=tp)

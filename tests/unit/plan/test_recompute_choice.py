@@ -176,8 +176,8 @@ def test_the_plan_says_which_recompute_it_counts(flags, counted):
     plan = MemoryPlan(configure("pp2", *flags.split()), VOCAB, 2)
     line, report = banner_lines(plan, None)[0], memory_report(plan, memory=80.0, machine=Machine())
     assert (f"(GiB), recompute {counted}: " if counted else "(GiB): ") in line
-    (said,) = [each for each in report if each.startswith("(recomputed)")]
-    assert (f"recompute {counted}" in said) if counted else said.endswith("as the flags set it")
+    (line,) = [each for each in report if each.startswith("(recomputed)")]
+    assert (f"recompute {counted}" in line) if counted else line.endswith("as the flags set it")
 
 
 def test_nothing_fits():

@@ -222,7 +222,7 @@ EVENTS = [
 
 
 def test_goodput_where_there_are_events(tmp_path):
-    """With what is missing said; events of another kind or without their numbers break nothing."""
+    """It names what is missing; events of another kind or without their numbers break nothing."""
     run = folder(tmp_path)
     assert report.main([run]) == 0
     assert "Goodput" not in (tmp_path / "report.html").read_text()

@@ -251,8 +251,8 @@ def test_time_is_shown_as_the_files_say(browser: Browser, pair: list[Path], widt
     (bar,) = bars(browser, "Goodput")
     above = [max(0.0, seconds) for seconds in expected]
     assert bar == pytest.approx([each / sum(above) for each in above if each], abs=0.01)
-    said = browser.run("document.body.innerText")
-    assert f"Goodput {found[0].productive / found[0].wall:.1%} of {found[0].wall:.1f} s" in said
+    text = browser.run("document.body.innerText")
+    assert f"Goodput {found[0].productive / found[0].wall:.1%} of {found[0].wall:.1f} s" in text
 
     steps = step_table(pair[0] / "profile")
     assert [step.iteration for step in steps] == [4, 5]

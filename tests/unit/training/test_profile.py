@@ -1,5 +1,5 @@
 """--profile in real runs: a trace a rank with named passes and collectives, parts that add up, and
-the same run as without; and what is said when memory runs out.
+the same run as without; and the message when memory runs out.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def test_a_run_that_goes_on_between_the_steps_records_what_it_makes(tmp_path):
     lines, found = run(tmp_path, "--load", tmp_path, *chosen, "--train-iters", 5)
     assert found is None
     late = run(tmp_path / "late", "--profile", "--profile-step-start", 5, "--profile-step-end", 6)
-    for said in (lines, late[0]):
-        assert any("warning: --profile: no step was recorded" in line for line in said), said
+    for shown in (lines, late[0]):
+        assert any("warning: --profile: no step was recorded" in line for line in shown), shown
     assert not profiler._is_profiler_enabled
 
 

@@ -262,12 +262,12 @@ def test_a_signal_during_skip_train(monkeypatch, capsys):
     """The documented exit code, a message that claims no save, and no result."""
     monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGTERM, after=1))
     assert start("--skip-train") == 143
-    said = capsys.readouterr().out
-    assert "received SIGTERM: ending the evaluation and exiting" in said
-    assert said.rstrip().endswith(
+    output = capsys.readouterr().out
+    assert "received SIGTERM: ending the evaluation and exiting" in output
+    assert output.rstrip().endswith(
         "SIGTERM received: exiting at iteration 0; the evaluation is incomplete"
     )
-    assert "validation loss" not in said and "saving" not in said
+    assert "validation loss" not in output and "saving" not in output
 
 
 def test_a_signal_during_the_test_split(tmp_path, monkeypatch, capsys):

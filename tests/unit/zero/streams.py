@@ -401,7 +401,7 @@ class PretendedGPU(TorchDispatchMode):
             and not _runs_on(function, args, kwargs)
             and any(tensor.untyped_storage() in self.hosted for tensor in writes)
         ):
-            # the host has the number, or the copy that was not said to be asynchronous
+            # the host has the number, or the copy that was not asynchronous
             self.current.synchronize()
         return out
 
