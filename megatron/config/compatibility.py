@@ -20,15 +20,13 @@ from megatron.config.derive import RunView
 from megatron.config.errors import UserError, nearest_word
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, HELP
-from megatron.config.named_files import data_flags
 from megatron.config.options import Option, Words, key, options_by_flag, shown
 from megatron.config.rules import counts
 
 if TYPE_CHECKING:
     from megatron.config.reading import Occurrence, Reading
 
-PAIRS = ("equals", "at_least")  # tables of flags = what they mean
-TABLES = (*PAIRS, "choice", "file", "together", "note", "not_done", "only", "refused")
+TABLES = ("equals", "choice", "together", "note", "not_done", "only", "refused")
 GUIDE = "docs/launching.md#settings-of-other-programs"
 
 
@@ -38,7 +36,7 @@ class CompatibilityRow:
 
     verdict: str
     flags: tuple[str, ...]
-    text: str  # of `equals` and `at_least`: the flags of ours that they mean
+    text: str  # of `equals`: the flags of ours that they mean
     values: tuple[str, ...] = ()
     choices: dict[str, str] | None = None  # value -> flags of ours; "" is no value
     when: Sequence[str] = ()  # alternatives: rules that all count, see rules.py
@@ -85,13 +83,9 @@ def data() -> dict[str, Any]:
 @functools.cache
 def table() -> tuple[CompatibilityRow, ...]:
     """Every row, in the order of TABLES."""
-    found: list[CompatibilityRow] = []
-    for verdict in TABLES:
-        entries = data()[verdict]
-        if verdict in PAIRS:
-            entries = [{"flags": flags, "text": text} for flags, text in entries.items()]
-        found += [_row(verdict, **entry) for entry in entries]
-    return tuple(found)
+    equal = [{"flags": flags, "text": text} for flags, text in data()["equals"].items()]
+    rows = data() | {"equals": equal}
+    return tuple(_row(verdict, **entry) for verdict in TABLES for entry in rows[verdict])
 
 
 def _row(verdict: str, flags: str, values: str = "", **rest: Any) -> CompatibilityRow:
@@ -112,19 +106,14 @@ def recorded_names() -> tuple[str, ...]:
 
 @functools.cache
 def rows() -> dict[str, CompatibilityRow]:
-    """Row by exact name, with families spelled out. A name in two rows is an error of the table."""
-    result: dict[str, CompatibilityRow] = {}
-    families: dict[str, CompatibilityRow] = {}
-    for row in table():
-        for flag in row.flags:
-            where, name = (families, flag[:-1]) if flag.endswith("*") else (result, key(flag))
-            assert name not in where, f"{flag} is twice in the table"
-            where[name] = row
+    """Row by exact name, with families spelled out: a longer beginning wins."""
+    exact = {key(flag): row for row in table() for flag in row.flags if not flag.endswith("*")}
+    families = {flag[:-1]: row for row in table() for flag in row.flags if flag.endswith("*")}
     for name in map(key, recorded_names()):
         beginnings = [family for family in families if name.startswith(family)]
         if beginnings:
-            result.setdefault(name, families[max(beginnings, key=len)])
-    return result
+            exact.setdefault(name, families[max(beginnings, key=len)])
+    return exact
 
 
 def find(flag: str) -> CompatibilityRow | None:
@@ -168,20 +157,17 @@ def check_program(content: dict[str, Any]) -> None:
 
 def read(reading: Reading, flag: str, words: Words) -> None:
     """Take in a flag that is not ours: rewritten to ours, kept for `answer`, or unknown."""
-    row = find(key(flag))
-    if row is None:
-        reading.faults.append(f"{shown(flag, words)}: {_unknown(reading, flag)}")
-    elif row.verdict not in ("equals", "choice", "file"):
-        reading.foreign.append((flag, words, row))
-    else:
-        try:
-            is_file = row.verdict == "file"
-            occurrences = data_flags(key(flag), words) if is_file else row.rewrite(words)
-        except UserError as problem:
-            reading.faults.append(f"{shown(flag, words)}: {problem}")
+    row, written = find(key(flag)), shown(flag, words)
+    try:
+        if row is None:
+            raise UserError(_unknown(reading, flag))
+        if row.verdict not in ("equals", "choice"):
+            reading.foreign.append((flag, words, row))
             return
-        for ours, values in occurrences:
-            reading.read(ours, values, written=shown(flag, words))
+        for ours, values in row.rewrite(words):
+            reading.read(ours, values, written=written)
+    except UserError as problem:
+        reading.faults.append(f"{written}: {problem}")
 
 
 def parse_value(reading: Reading, option: Option, words: Words, written: str) -> Any:
@@ -210,10 +196,7 @@ def translate_value(flag: str, words: Words) -> tuple[Words, str]:
         # Megatron-LM's pair: keys before the query, keys after it
         left, right = (part.strip() for part in words[0].strip("()").split(",", 1))
         if not left.isdigit() or right != "0":
-            raise UserError(
-                "Megatron's pair must be W-1,0 here: W latest tokens, itself included, none after "
-                "it"
-            )
+            raise UserError("Megatron's pair must be W-1,0 here: W latest tokens, itself included")
         size = str(int(left) + 1)
         return [size], f"{flag} {words[0]} is a window of {size} tokens, itself included"
     for word in words:
@@ -244,20 +227,17 @@ def _unknown(reading: Reading, flag: str) -> str:
 # ---------------------------------------------------------------- answers
 
 
-Answered = tuple[str, Words, CompatibilityRow]  # a flag as written, its words, its row
-
-
 def _fault(flag: str, words: Words, row: CompatibilityRow, config: Config) -> str:
     """Why a row refuses its flag with these words and settings; empty when it does not."""
-    shown = " ".join([flag, *words])
+    written = " ".join([flag, *words])
     if row.verdict == "only" and not words:
         return f"{flag}: no value follows it (is a shell variable unset?)"
     if row.verdict == "only" and not set(words) <= set(row.values):
-        return f"{shown}: {row.text} (accepted: {', '.join(row.values)})"
+        return f"{written}: {row.text} (accepted: {', '.join(row.values)})"
     if row.verdict == "refused":
-        return f"{shown}: {row.text}"
+        return f"{written}: {row.text}"
     if row.verdict == "note" and not row.holds(config):
-        return f"{shown}: {row.otherwise}"
+        return f"{written}: {row.otherwise}"
     return ""
 
 
@@ -266,20 +246,19 @@ def answer(reading: Reading) -> list[str]:
     do not exist here. Flags that share a row share its line.
     """
     notes: dict[tuple[CompatibilityRow, str], list[str]] = defaultdict(list)
-    missing: dict[tuple[CompatibilityRow, str], list[str]] = defaultdict(list)
+    not_done: dict[tuple[CompatibilityRow, str], list[str]] = defaultdict(list)
     for flag, words, row in reading.foreign:
-        asks_nothing = bool(words) and set(words) <= set(row.values)
         if fault := _fault(flag, words, row, reading.config):
             reading.faults.append(fault)
         elif row.verdict == "note":
             notes[row, row.text].append(flag)
         elif row.verdict == "not_done" and row.when and row.holds(reading.config):
             notes[row, row.otherwise].append(flag)
-        elif row.verdict == "not_done" and not asks_nothing:
-            missing[row, row.text].append(flag)
-    noted, not_done = (
+        elif row.verdict == "not_done" and not (words and set(words) <= set(row.values)):
+            not_done[row, row.text].append(flag)
+    noted, missing = (
         [f"{', '.join(dict.fromkeys(flags))}: {text}" for (_, text), flags in groups.items()]
-        for groups in (notes, missing)
+        for groups in (notes, not_done)
     )
     reading.notes += noted
-    return not_done
+    return missing

@@ -10,10 +10,16 @@ from typing import Any
 from megatron.config import compatibility
 from megatron.config.errors import UserError, did_you_mean, first_faults, shortened
 from megatron.config.groups import Config
-from megatron.config.input_files import SETTINGS_LIMIT, NotJson, decode, parse_json, read_bytes
+from megatron.config.input_files import (
+    SETTINGS_LIMIT,
+    NotJson,
+    decode,
+    parse_json,
+    parse_yaml,
+    read_bytes,
+)
 from megatron.config.options import FIELDS, as_word, key, options_by_flag
 from megatron.config.reading import Reading
-from megatron.config.yaml_text import parse_yaml
 
 # Sections of flat names: of Megatron-LM's --yaml-cfg, and of its functional tests.
 SECTIONS = ("language_model", "model_parallel", "MODEL_ARGS")

@@ -20,13 +20,10 @@ from megatron.config.options import FIELDS
 from megatron.config.reading import Reading
 
 PRECISIONS = {"bf16", "fp16", "fp64"}  # fields of which a run has one
-
-DEVICE = "zero_optimization.offload_optimizer.device"
-NVME_PATH = "zero_optimization.offload_optimizer.nvme_path"
-STEPS = "gradient_accumulation_steps"
 BETAS = "optimizer.params.betas"
-WIRE_KEYS = ("communication_data_type", "fp32_allreduce")
-SINGLE = {DEVICE, NVME_PATH, STEPS, *WIRE_KEYS}  # keys with a value, read by a function
+DEVICE = "zero_optimization.offload_optimizer.device"
+STEPS = "gradient_accumulation_steps"
+WIRE = ("communication_data_type", "fp32_allreduce")
 
 INSTEAD = (
     f"take the section out and give --lr-decay-style {' or '.join(LR_DECAYS)} with "
@@ -34,8 +31,12 @@ INSTEAD = (
 )
 
 # Sections that are on without a key `enabled`; precisions and other unsupported ones are off.
-ON_BY_DEFAULT = {"compression_training", "sparse_attention", "weight_quantization"}
-ON_BY_DEFAULT |= {"expert_parallel"}
+ON_BY_DEFAULT = {
+    "compression_training",
+    "sparse_attention",
+    "weight_quantization",
+    "expert_parallel",
+}
 
 
 @functools.cache
@@ -61,46 +62,20 @@ def dtype_of(name: Any) -> Any:
 # DeepSpeed's value in the units of our flag, where they differ.
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "fp16.loss_scale": lambda value: None if value == 0 else value,  # 0 is dynamic
-    "fp16.initial_scale_power": lambda value: 2.0**value,
+    "fp16.initial_scale_power": lambda value: 2.0 ** min(value, 1023),
     "zero_optimization.offload_param.device": lambda value: value == "cpu",
     "zero_optimization.mics_shard_size": lambda value: None if value == -1 else value,  # all ranks
     "data_types.grad_accum_dtype": dtype_of,
-    "optimizer.type": lambda value: answers("optimizers").get(value.lower(), value.lower()),
+    "optimizer.type": lambda value: answers("optimizers").get(str(value).lower(), value),
 }
 
 
 @dataclass
-class Comparison:
-    """A file's content, and the settings that it is compared with and adds to."""
+class DeepSpeedFile:
+    """Key -> value of a file, and the settings that it is compared with and adds to."""
 
+    keys: dict[str, Any]
     reading: Reading
-    content: dict[str, Any]
-
-    def settle(self, name: str, theirs: Any) -> str:
-        """The note on a value of our field, which equals ours or is taken. Raises UserError for one
-        that contradicts a flag.
-        """
-        flag, ours, bound = flag_name(name), self.reading.value(name), FIELDS[name].bound
-        value, chosen = self._value(name, theirs), self.reading.chosen
-        is_off = value is None or value is False
-        if value == ours:
-            return f"equals no {flag}" if is_off else f"equals {flag}"
-        if bound is not None and value is not None and not bound.holds(value):
-            raise UserError(f"{flag} must be {bound.text}")
-        rivals = PRECISIONS & chosen if name in PRECISIONS else set()
-        if name in chosen:
-            fix = "remove the flag" if is_off else f"give {spelled(name, value)}"
-            raise UserError(f"contradicts {spelled(name, ours)}; {fix} or change the file")
-        if rivals:
-            raise UserError(f"contradicts {' '.join(map(flag_name, rivals))}")
-        self.reading.config = self.reading.config.with_fields(FIELDS[name].group, **{name: value})
-        return f"taken, as no flag sets it: {spelled(name, value)}"
-
-    def _value(self, name: str, theirs: Any) -> Any:
-        try:
-            return None if theirs is None else FIELDS[name].load(theirs)
-        except UserError as problem:
-            raise UserError(f"{flag_name(name)}: {problem}") from None
 
     def answer(self, key: str, value: Any) -> str:
         """The note that answers one key. Raises UserError with the fault."""
@@ -115,76 +90,92 @@ class Comparison:
             raise UserError(f"{answers('unsupported')[unsupported]}; take the section out")
         if value is None:
             return "not set"
-        # 2. Keys with a function, since several of our flags answer them.
-        if key in WIRE_KEYS and value is not False:
-            return self._wire(key, value)
         _check_refused(key, value)
-        if key in (DEVICE, NVME_PATH):
-            return self._offload(key, value)
-        if key == BETAS:
-            return self._betas(value)
-        if key == STEPS:
-            return self._accumulation(value)
-        if key.startswith("scheduler."):
-            return self._schedule(key, value)
-        # 3. Keys that equal a flag, or that change nothing.
-        if name := field_of(key):
-            value = self._value(name, _in_our_terms(key, value))
-            return self._without_effect(name) or self.settle(name, value)
-        if noted := _section(key, "noted"):
-            return answers("noted")[noted]
+        # 2. Keys that equal a flag.
+        found = self._translated(key, value)
+        if isinstance(found, tuple):
+            return self._settle(*found)
+        # 3. Keys that change nothing.
+        noted = _section(key, "noted")
+        if found or noted:
+            return found or answers("noted")[noted]
         if value in (False, {}):
             return "off here too"
         raise UserError("not supported; take it out")
 
+    def _settle(self, name: str, theirs: Any) -> str:
+        """The note on a value of our field, which equals ours or is taken. Raises UserError for one
+        that contradicts a flag.
+        """
+        flag, ours, bound = flag_name(name), self.reading.value(name), FIELDS[name].bound
+        try:
+            value = None if theirs is None else FIELDS[name].load(theirs)
+        except UserError as problem:
+            raise UserError(f"{flag}: {problem}") from None
+        is_off = value is None or value is False
+        if value == ours:
+            return f"equals no {flag}" if is_off else f"equals {flag}"
+        if bound is not None and value is not None and not bound.holds(value):
+            raise UserError(f"{flag} must be {bound.text}")
+        if name in self.reading.chosen:
+            fix = "remove the flag" if is_off else f"give {spelled(name, value)}"
+            raise UserError(f"contradicts {spelled(name, ours)}; {fix} or change the file")
+        if name in PRECISIONS and (rivals := PRECISIONS & self.reading.chosen):
+            raise UserError(f"contradicts {' '.join(map(flag_name, rivals))}")
+        self.reading.config = self.reading.config.with_fields(FIELDS[name].group, **{name: value})
+        return f"taken, as no flag sets it: {spelled(name, value)}"
+
     def _is_off(self, key: str) -> bool:
         """Whether a section around a key is not enabled."""
-        section, path = self.content, ""
-        ours = self.reading.config.precision
-        for name in key.split(".")[:-1]:
-            section, path = section[name], f"{path}.{name}".lstrip(".")
-            is_precision = path in ("fp16", "bf16", "bfloat16")
-            default = path in ON_BY_DEFAULT or not (is_precision or path in answers("unsupported"))
-            enabled = section.get("enabled", default)
+        names = key.split(".")[:-1]
+        for count in range(1, len(names) + 1):
+            path = ".".join(names[:count])
+            precision = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}.get(path)
+            is_on = path in ON_BY_DEFAULT or not (precision or path in answers("unsupported"))
+            enabled = self.keys.get(f"{path}.enabled", is_on)
             if enabled == "auto":
-                enabled = ours.fp16 if path == "fp16" else is_precision and ours.bf16
+                enabled = precision is not None and self.reading.value(precision)
             if enabled is False:
                 return True
         return False
 
-    def _without_effect(self, name: str) -> str:
-        """Why a key changes nothing in this run; an empty string if it does."""
-        value = self.reading.value
-        if needs.DYNAMIC_SCALE in FIELDS[name].needs:
-            theirs = self.content["fp16"].get("loss_scale")
-            is_ours = "loss_scale" in self.reading.chosen or theirs in (None, "auto")
-            is_static = value("loss_scale") is not None if is_ours else theirs != 0
-            return "has no effect with a static loss scale" if is_static else ""
-        if name not in ("distribute_saved_activations", "activation_offload"):
-            return ""
-        # both are about the layer inputs that full recomputation keeps, the first about the
-        # copies of tensor-parallel ranks
-        shards = name == "distribute_saved_activations"
-        copies = value("tensor_model_parallel_size") > 1 and not value("sequence_parallel")
-        if value("recompute_granularity") == "full" and (copies or not shards):
-            return ""
-        where = " on several tensor-parallel ranks" if shards else ""
-        return f"has no effect unless layers are recomputed{where}"
-
-    def _betas(self, value: Any) -> str:
-        if not isinstance(value, list) or len(value) != 2:
+    def _translated(self, key: str, value: Any) -> tuple[str, Any] | str:
+        """Our field that a key is about and its value, or why the key changes nothing; an empty
+        string for a key without a field. Raises UserError.
+        """
+        value_of, field = self.reading.value, field_of(key)
+        if key in WIRE and value is not False:
+            return self._wire(key, value)
+        if key == BETAS:
             raise UserError("expected a list of two numbers")
-        notes, faults = [], []
-        for name, beta in zip(("adam_beta1", "adam_beta2"), value):
-            try:
-                notes.append(self.settle(name, beta))
-            except UserError as problem:
-                faults.append(str(problem))
-        if faults:
-            raise UserError("; ".join(faults))
-        return "; ".join(dict.fromkeys(notes))
+        if key == STEPS:
+            return "global_batch_size", self._batch_size(value)
+        if key.startswith("scheduler."):
+            return self._schedule(key, value)
+        if key == DEVICE:
+            return self._offload(value)
+        if field is None:
+            return ""
+        # What has no effect with other settings.
+        if field == "optimizer_nvme_offload" and self.keys.get(DEVICE) != "nvme":
+            return "has no effect without the device nvme"
+        if needs.DYNAMIC_SCALE in FIELDS[field].needs and value_of("loss_scale") is not None:
+            return "has no effect with a static loss scale"
+        if field in ("distribute_saved_activations", "activation_offload"):
+            # both are about the layer inputs that full recomputation keeps, the first about the
+            # copies of tensor-parallel ranks
+            shards = field == "distribute_saved_activations"
+            several = value_of("tensor_model_parallel_size") > 1
+            copies = several and not value_of("sequence_parallel")
+            if value_of("recompute_granularity") != "full" or (shards and not copies):
+                where = " on several tensor-parallel ranks" if shards else ""
+                return f"has no effect unless layers are recomputed{where}"
+        try:
+            return field, CONVERSIONS.get(key, lambda value: value)(value)
+        except TypeError:  # no number, which `_settle` refuses
+            return field, value
 
-    def _wire(self, key: str, value: Any) -> str:
+    def _wire(self, key: str, value: Any) -> tuple[str, Any]:
         """What gradients are sent in; --main-grads-dtype bf16 sets that too."""
         dtype = "fp32" if value is True and key == "fp32_allreduce" else dtype_of(value)
         if dtype not in ("fp32", "bf16"):
@@ -192,28 +183,23 @@ class Comparison:
                 "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out"
             )
         if self.reading.value("main_grads_dtype") == "bf16":
-            return self.settle("main_grads_dtype", dtype)
-        return self.settle("grad_reduce_in_bf16", dtype == "bf16")
+            return "main_grads_dtype", dtype
+        return "grad_reduce_in_bf16", dtype == "bf16"
 
-    def _offload(self, key: str, value: Any) -> str:
-        """Where the optimizer's state is: in files under a path, in host memory, or with the
-        weights.
+    def _offload(self, device: str) -> tuple[str, Any] | str:
+        """Where the optimizer's state is: in files under a path, which is read before, in host
+        memory, or with the weights.
         """
         in_files, flag = self.reading.value("optimizer_nvme_offload"), "--optimizer-nvme-offload"
-        device = self.content["zero_optimization"]["offload_optimizer"].get("device")
-        if key == NVME_PATH and device != "nvme":
-            return "has no effect without the device nvme"
-        if key == NVME_PATH:
-            return self.settle("optimizer_nvme_offload", value)
-        if device == "nvme" and in_files is None:
-            raise UserError(f"give {flag} DIR")
-        if device != "nvme" and in_files is not None:
-            raise UserError(f"contradicts {flag} {in_files}; drop the flag or change the file")
         if device == "nvme":
+            if in_files is None:
+                raise UserError(f"give {flag} DIR")
             return f"equals {flag}"
-        return self.settle("optimizer_cpu_offload", device == "cpu")
+        if in_files is not None:
+            raise UserError(f"contradicts {flag} {in_files}; drop the flag or change the file")
+        return "optimizer_cpu_offload", device == "cpu"
 
-    def _accumulation(self, steps: Any) -> str:
+    def _batch_size(self, steps: Any) -> int:
         """The global batch; only a dry run knows its ranks here, other runs take what fits."""
         names = "micro_batch_size", "global_batch_size", "world_size"
         micro, batch, world = map(self.reading.value, names)
@@ -221,22 +207,21 @@ class Comparison:
             raise UserError("give --micro-batch-size and --global-batch-size instead")
         unit = micro * steps
         ranks = batch // unit if world is None else data_parallel_size(self.reading.config, world)
-        note = self.settle("global_batch_size", unit * max(1, ranks))
-        return f"{note}: {micro} x {steps} on {max(1, ranks)} data-parallel rank(s)"
+        return unit * max(1, ranks)
 
-    def _schedule(self, key: str, value: Any) -> str:
-        """The kind of a learning-rate schedule, or a parameter of it in the run's units. A warm-up
-        is linear here: one that is logarithmic by DeepSpeed's default is noted, one that is so by
-        the file refused.
-        """
-        section, field, get = self.content["scheduler"], field_of(key), self.reading.value
-        style = answers("schedules").get(str(section.get("type")))
+    def _schedule(self, key: str, value: Any) -> tuple[str, Any] | str:
+        """The kind of a learning-rate schedule, or a parameter of it in the run's units."""
+        field, get = field_of(key), self.reading.value
+        style = answers("schedules").get(str(self.keys.get("scheduler.type")))
         if key == "scheduler.type":
             if style is None:
                 raise UserError(f"not a schedule here; {INSTEAD}")
-            note = self.settle("lr_decay_style", style)
-            linear = "; the warm-up is linear, where DeepSpeed's default is logarithmic"
-            return note if "warmup_type" in section["params"] else note + linear
+            if "scheduler.params.warmup_type" not in self.keys:
+                self.reading.notes.append(
+                    "DeepSpeed's scheduler: the warm-up is linear, where DeepSpeed's default is "
+                    "logarithmic"
+                )
+            return "lr_decay_style", style
         if style is None:
             return "has no effect without a type of schedule"
         if field is None:
@@ -254,60 +239,49 @@ class Comparison:
                     f"the run is measured in --train-samples; give --train-iters, or {INSTEAD}"
                 )
             field, value = field.replace("_iters", "_samples"), value * batch
-        return self.settle(field, value)
+        return field, value
 
 
 def compare_with_deepspeed(path: str, reading: Reading) -> None:
     """Compare the settings with a DeepSpeed file, and add those that no flag gives."""
     where = f"--deepspeed_config {path}"
     try:
-        content = read_json(path, dict, SETTINGS_LIMIT)
+        keys = dict(_keys(read_json(path, dict, SETTINGS_LIMIT)))
     except UserError as problem:
         reading.faults.append(f"{where}: cannot be read: {problem}")
         return
-    schedule = content.get("scheduler")
-    if isinstance(schedule, dict):
-        if not isinstance(schedule.setdefault("params", {}), dict):
-            schedule["params"] = {}
-        schedule["params"].setdefault("warmup_num_steps", 1000)  # DeepSpeed's default
-    file, faults = Comparison(reading, content), []
-    # keys that equal our fields come first, since others are read with them; the path before the
-    # device, which may do without; the schedule last
-    for names, value in sorted(_leaves(file.content), key=_order):
-        key = ".".join(names)
-        shown = f"{key[:80]} = {shortened(json.dumps(value), 80)}"
+    if "scheduler.type" in keys:
+        keys.setdefault("scheduler.params.warmup_num_steps", 1000)  # DeepSpeed's default
+    file, faults = DeepSpeedFile(keys, reading), []
+    for key in sorted(keys, key=_order):
+        shown = f"{key[:80]} = {shortened(json.dumps(keys[key]), 80)}"
         try:
-            _check_place(names)
-            reading.notes.append(f"DeepSpeed's {shown}: {file.answer(key, value)}")
+            reading.notes.append(f"DeepSpeed's {shown}: {file.answer(key, keys[key])}")
         except UserError as problem:
             faults.append(f"{where}: {_section(key, 'unsupported') or shown}: {problem}")
     reading.faults += first_faults(list(dict.fromkeys(faults)), where)
 
 
-def _leaves(content: dict, sections: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Each setting as the names that lead to it, and its value."""
-    for key, value in content.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*sections, key))
+def _keys(content: dict, section: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting as the path that leads to it, and its value. Raises UserError."""
+    for name, value in content.items():
+        key = section + name
+        if "." in name:
+            raise UserError(f"{key[:80]}: a key with a dot is no section; write it as an object")
+        has_value = field_of(key) or key in answers("refused") or key in (BETAS, STEPS, *WIRE)
+        if isinstance(value, dict) and value and not has_value:
+            yield from _keys(value, f"{key}.")
+        elif key == BETAS and isinstance(value, list) and len(value) == 2:
+            yield from ((f"{key}[{index}]", beta) for index, beta in enumerate(value))
         else:
-            yield (*sections, key), value
+            yield key, value
 
 
-def _order(setting: tuple[tuple[str, ...], Any]) -> int:
-    key = ".".join(setting[0])
-    if key.startswith("scheduler."):
-        return 3
-    return 0 if field_of(key) else 1 if key == NVME_PATH else 2
-
-
-def _check_place(names: tuple[str, ...]) -> None:
-    """Raises UserError for a key with a dot, and for one inside a key that has a value."""
-    if any("." in name for name in names):
-        raise UserError("a key with a dot is no section with a setting; write sections as objects")
-    for count in range(1, len(names)):
-        outer = ".".join(names[:count])
-        if field_of(outer) or outer in answers("refused") or outer in SINGLE:
-            raise UserError("expected a single value, found an object")
+def _order(key: str) -> tuple[bool, ...]:
+    """Keys that equal our fields come first, since others are read with them, and of these the loss
+    scale, with which others have no effect; the schedule last.
+    """
+    return key.startswith("scheduler."), field_of(key) is None, key != "fp16.loss_scale"
 
 
 def _section(key: str, table: str) -> str:
@@ -328,15 +302,3 @@ def _check_refused(key: str, value: Any) -> None:
         refused = named in row["refused"] if "refused" in row else bool(value)
     if refused:
         raise UserError(row["text"])
-
-
-def _in_our_terms(key: str, value: Any) -> Any:
-    """DeepSpeed's value in the units of our flag. Raises UserError."""
-    try:
-        return CONVERSIONS.get(key, lambda value: value)(value)
-    except AttributeError:
-        raise UserError("expected text") from None
-    except TypeError:
-        raise UserError("expected a number") from None
-    except OverflowError:
-        raise UserError("too large") from None

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from megatron.config.batch_schedule import schedule_words
 from megatron.config.errors import UserError, shortened
-from megatron.config.groups import GATED, LR_DECAYS, Config, DecayKind, DistributedConfig
-from megatron.config.latent import yarn_scale
+from megatron.config.groups import LR_DECAYS, Config, DecayKind, DistributedConfig
 from megatron.config.metadata import flag_name
+from megatron.config.model import GATED, yarn_scale
 from megatron.config.options import FIELDS
 from megatron.config.stages import AUTO, virtual_stages
 
@@ -339,11 +339,13 @@ def _without_sharing(run: RunView) -> Derivation:
 def _why_virtual(run: RunView) -> str:
     if run.pp == 1:
         return "--pipeline-model-parallel-size 1 has one stage"
-    if run.pipeline_model_parallel_layout not in (None, AUTO):
-        return "stages in --pipeline-model-parallel-layout / pipeline-model-parallel-size"
-    if run.num_layers_per_virtual_pipeline_stage is not None:
-        return "layers / pipeline-model-parallel-size / num-layers-per-virtual-pipeline-stage"
-    return f"stages on each pipeline rank, as {run.pipeline_schedule or '1f1b'} takes them"
+    sources = (
+        "pipeline_model_parallel_layout",
+        "num_layers_per_virtual_pipeline_stage",
+        "pipeline_schedule",
+    )
+    given = [run.show(field) for field in sources if getattr(run, field) not in (None, AUTO)]
+    return f"stages on each pipeline rank of {given[0] if given else '1f1b'}"
 
 
 POSITIONS = (_derive_position_type, _derive_rope_scaling)

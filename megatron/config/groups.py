@@ -1,10 +1,10 @@
-"""Every setting of a run: frozen dataclasses, one per argparse group.
+"""Every setting of a run: frozen dataclasses, one per group of flags (the model's is in model.py).
 
 A field is a flag: `lr_decay_style` is `--lr-decay-style`, its type gives the parser, the string
 under it is its help. `flag(...)` adds what a type cannot specify: other spellings, bounds, what the
 field acts with, what a change of it means at a resume. Adding a flag is one edit here, and
 docs/flags.md made anew; its names in other programs are in `compatibility.toml`, and rules between
-several fields in `validate.py`.
+several fields in `rules.py` and `validate.py`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, NewType
 
 from megatron.config import needs
-from megatron.config.experts import ExpertsConfig
-from megatron.config.latent import LatentConfig
 from megatron.config.metadata import (
     BATCHES,
     BELOW_ONE,
-    DROPOUT,
-    KERNEL,
     LENGTH,
     LOSS_SCALE,
     NOT_NEGATIVE,
@@ -37,28 +33,30 @@ from megatron.config.metadata import (
     UP_TO_A_YEAR,
     UP_TO_ONE,
     flag,
-    model_flag,
-    position_flag,
 )
-from megatron.config.offload import INSIDE, LAYER_INPUT
-from megatron.config.recompute import MODULES
+from megatron.config.model import ApexBackend, ModelConfig, kernel_flag
+from megatron.config.recompute import INSIDE, LAYER_INPUT, MODULES
 from megatron.config.schedules import SCHEDULES
 
-yarn_flag = partial(position_flag, needs=needs.YARN, idle_without=needs.ROTARY)
-rescaled_flag = partial(position_flag, needs=needs.SCALED_ROPE, idle_without=needs.ROTARY)
-llama_rope_flag = partial(position_flag, needs=needs.LLAMA_ROPE, idle_without=needs.ROTARY)
+fp8_flag = partial(flag, needs=needs.FP8, change=STEPS)
+first_last_flag = partial(
+    flag, bound=NOT_NEGATIVE, idle_without="--first-last-layers-bf16", change=STEPS
+)
 dynamic_scale_flag = partial(flag, needs=needs.DYNAMIC_SCALE, idle_without="--fp16")
 adam_flag = partial(flag, idle_without="--optimizer adam", change=STEPS)
-pipeline_flag = partial(flag, idle_without=needs.PIPELINE, change=ROUNDING)
-offload_flag = partial(flag, needs="--activation-offload")
+not_negative = partial(flag, bound=NOT_NEGATIVE)
 wsd_flag = partial(flag, idle_without=needs.WSD)
-profile_flag = partial(flag, idle_without="--profile")
+load_flag = partial(flag, idle_without="--load DIR")
+save_flag = partial(flag, idle_without="--save DIR")
+offload_flag = partial(flag, needs="--activation-offload")
 local_flag = partial(flag, needs="--local-checkpoint-dir DIR")
-kernel_flag = partial(flag, "auto", change=KERNEL)
-Backend = Literal["auto", "triton", "torch"]
-ApexBackend = Literal["auto", "triton", "apex", "torch"]
+profile_flag = partial(flag, idle_without="--profile")
+wandb_flag = partial(flag, idle_without="--wandb-project NAME")
+pipeline_flag = partial(flag, idle_without=needs.PIPELINE, change=ROUNDING)
+Prefixes = tuple[str, ...]
 RecomputeModule = Literal[*MODULES]  # type: ignore[valid-type]
 OffloadModule = Literal[LAYER_INPUT, *INSIDE]  # type: ignore[valid-type]
+Changed = Literal["data", "tokenizer", "batch", "seed", "positions"]
 TokenizerType = Literal[
     "SentencePieceTokenizer",
     "HuggingFaceTokenizer",
@@ -66,153 +64,6 @@ TokenizerType = Literal[
     "TikTokenizer",
     "NullTokenizer",
 ]
-Changed = Literal["data", "tokenizer", "batch", "seed", "positions"]
-Prefixes = tuple[str, ...]
-
-# --activation, and whether it is gated: fc1 then has a second half, which multiplies the activation
-# of the first. kernels/activation.py has their functions.
-ACTIVATIONS = {
-    "gelu": False,
-    "gelu-tanh": False,
-    "swiglu": True,
-    "geglu": True,
-    "squared-relu": False,
-}
-GATED = tuple(kind for kind, is_gated in ACTIVATIONS.items() if is_gated)
-
-
-@dataclass(frozen=True)
-class ModelConfig(ExpertsConfig, LatentConfig):
-    """Shape of the transformer, attention, experts, kernels."""
-
-    num_layers: int | None = model_flag(None)
-    """Number of transformer layers."""
-    hidden_size: int | None = model_flag(None)
-    """Hidden size of the transformer."""
-    ffn_hidden_size: int | None = model_flag(None)
-    """MLP width. Default: 4 x hidden-size; for gated activations 2/3 of it, a multiple of 64."""
-    num_attention_heads: int | None = model_flag(None)
-    """Number of query heads."""
-    kv_channels: int | None = model_flag(None)
-    """Width of one attention head. Default: hidden-size / num-attention-heads."""
-    group_query_attention: bool = model_flag(False)
-    """Share each key/value head between several query heads (--num-query-groups)."""
-    num_query_groups: int | None = model_flag(None, needs=needs.GROUPED)
-    """Number of key/value heads when --group-query-attention is given."""
-    max_position_embeddings: int | None = position_flag(None)
-    """Longest sequence: rows of a learned position table. Default: seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = position_flag(
-        "learned_absolute"
-    )
-    """Position encoding. For --multi-latent-attention see --rope-type."""
-    rotary_base: float = position_flag(10000.0, idle_without=needs.ROTARY)
-    """Base of the rotary frequencies."""
-    rotary_percent: float = position_flag(1.0, bound=SHARE, idle_without=needs.ROTARY)
-    """Share of each head's channels that rotates."""
-    no_rope_freq: str | None = position_flag(None, idle_without=needs.ROTARY)
-    """Layers whose queries and keys do not rotate, by default none: N for every N-th, or a list
-    with 1 for each such layer and 0 for each that rotates, such as [0,0,0,1]*8.
-    """
-    rotary_seq_len_interpolation_factor: float | None = position_flag(
-        None, needs="--position-embedding-type rope"
-    )
-    """Divide rotary positions by this factor (linear scaling)."""
-    use_rope_scaling: bool = position_flag(False, needs="--position-embedding-type rope")
-    """Rescale the rotary frequencies as Llama 3.x does."""
-    rope_scaling_factor: float | None = rescaled_flag(None, "--rotary-scaling-factor")
-    """Factor of --use-rope-scaling (default 8) and of YaRN (default 1: no change)."""
-    rope_original_max_position_embeddings: int | None = rescaled_flag(
-        None, "--yarn-original-max-position-embeddings", "--original-max-position-embeddings"
-    )
-    """Sequence length of the unscaled frequencies. Default: 8192, for YaRN 4096."""
-    rope_low_freq_factor: float = llama_rope_flag(1.0)
-    """Llama-3 scaling: longer wavelengths than original length / this are fully scaled."""
-    rope_high_freq_factor: float = llama_rope_flag(4.0)
-    """Llama-3 scaling: shorter wavelengths than original length / this are unchanged."""
-    yarn_beta_fast: float = yarn_flag(32.0)
-    """YaRN: channels that rotate more often than this over the original length are unchanged."""
-    yarn_beta_slow: float = yarn_flag(1.0)
-    """YaRN: channels that rotate less often than this over it are fully scaled."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = model_flag("LayerNorm")
-    """Normalization layer used throughout the model."""
-    norm_epsilon: float = model_flag(1e-5, "--layernorm-epsilon")
-    """Added to the variance inside the normalization."""
-    activation: Literal[*ACTIVATIONS] = model_flag("gelu")  # type: ignore[valid-type]
-    """Activation of the MLP; swiglu and geglu are gated."""
-    add_bias_linear: bool = model_flag(True, off="--disable-bias-linear")
-    """Biases in the linear layers."""
-    add_qkv_bias: bool = model_flag(False)
-    """A bias in the QKV projection only, when --disable-bias-linear is given."""
-    qk_layernorm: bool = model_flag(False)
-    """Normalize each head's queries and keys, with --multi-latent-attention the latent vectors."""
-    window_size: int | None = model_flag(None)
-    """Sliding-window attention: each token attends to this many latest tokens, itself included."""
-    window_attn_skip_freq: str | None = model_flag(None, needs="--window-size N")
-    """Which layers have the window of --window-size, by default all: N for all but every N-th, or a
-    list with 1 for each layer that has it and 0 for each that attends to all earlier tokens, such
-    as [1,1,1,0]*8.
-    """
-    attn_logit_softcapping: float | None = model_flag(None)
-    """Bound attention scores smoothly: cap x tanh(score / cap)."""
-    final_logit_softcapping: float | None = model_flag(None)
-    """Bound the logits smoothly: cap x tanh(logit / cap)."""
-    z_loss_coeff: float = flag(0.0, bound=NOT_NEGATIVE, change=STEPS)
-    """Add coeff x (log sum exp of the logits)^2 to each token's loss during training."""
-    untie_embeddings_and_output_weights: bool = model_flag(False)
-    """Give the output head its own matrix."""
-    hidden_dropout: float = flag(0.1, bound=BELOW_ONE, change=DROPOUT)
-    """Dropout after the embedding, attention and MLP."""
-    attention_dropout: float = flag(0.1, bound=BELOW_ONE, change=DROPOUT)
-    """Dropout on attention probabilities. Without our kernels, which --attention-backend auto takes
-    on GPUs of sm_80 and sm_90, it selects the slow plain attention; 0 allows the fused one."""
-    init_method_std: float = 0.02
-    """Standard deviation of the initial weights; residual outputs: / sqrt(2 x num-layers)."""
-    make_vocab_size_divisible_by: int = model_flag(128)
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    padded_vocab_size: int | None = model_flag(None)
-    """Rows of embedding and head. Default: see --make-vocab-size-divisible-by."""
-    attention_backend: Literal["auto", "gluon", "triton", "fa4", "sdpa", "plain"] = kernel_flag()
-    """Attention kernel: ours in Triton or, for Hopper, Gluon; FlashAttention-4 (fa4) or another of
-    torch's scaled_dot_product_attention; or plain matmuls."""
-    norm_backend: ApexBackend = kernel_flag()
-    """Implementation of LayerNorm and RMSNorm."""
-    rotary_backend: Backend = kernel_flag()
-    """Implementation of the rotary embedding."""
-    activation_backend: Backend = kernel_flag()
-    """Implementation of the MLP's activation."""
-    dropout_backend: Backend = kernel_flag()
-    """Implementation of dropout on hidden states."""
-    cross_entropy_backend: Backend = kernel_flag()
-    """Implementation of the loss."""
-    weight_grad_backend: Literal["auto", "apex", "torch"] = kernel_flag()
-    """Implementation of the weight gradients' sum in fp32 on a GPU."""
-    init_backend: Backend = kernel_flag()
-    """Implementation of the generator of initial weights; weights on the host are torch's."""
-    deterministic_mode: bool = flag(True, change=ROUNDING)
-    """Use only kernels that give the same bits every time. Without it the backward pass of
-    attention may be faster on a GPU."""
-    torch_compile: bool = flag(False, change=KERNEL)
-    """Compile each transformer layer with torch.compile. Norms, rotary embedding, activations and
-    dropout whose backend is auto are torch's then."""
-    fused_linear_cross_entropy: bool = flag(False, change=ROUNDING)
-    """Compute the logits in chunks of tokens, again in the backward pass, to save memory."""
-    tiled_mlp: int = flag(1, change=ROUNDING)
-    """Pieces of the sequence that the MLP is computed in, again in the backward pass, to save
-    memory. Start with sequence / hidden size, rounded up; more make GEMMs too small for a GPU."""
-
-    @property
-    def rope_factor(self) -> float:
-        """--rope-scaling-factor, or Megatron-LM's default if it is not set."""
-        if self.rope_scaling_factor is not None:
-            return self.rope_scaling_factor
-        return 1.0 if self.position_embedding_type == "yarn" else 8.0
-
-    @property
-    def rope_original_length(self) -> int:
-        """--rope-original-max-position-embeddings, or Megatron-LM's default if it is not set."""
-        if self.rope_original_max_position_embeddings is not None:
-            return self.rope_original_max_position_embeddings
-        return 4096 if self.position_embedding_type == "yarn" else 8192
 
 
 @dataclass(frozen=True)
@@ -228,24 +79,18 @@ class PrecisionConfig:
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None, change=STEPS)
     """Compute the GEMMs of wide linear layers in FP8: e4m3, or hybrid with e5m2 for the gradients
     of outputs. Everything else keeps its precision."""
-    fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = flag(
-        "tensorwise", needs=needs.FP8, change=STEPS
-    )
+    fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = fp8_flag("tensorwise")
     """What shares a scale: a tensor, a row, or 128 consecutive elements of a row (blockwise). With
     rowwise, weight gradients are not computed in FP8."""
     fp8_wgrad: bool = flag(True, idle_without=needs.FP8, change=STEPS)
     """Compute weight gradients in FP8 too."""
-    fp8_min_width: int = flag(4096, needs=needs.FP8, change=STEPS)
+    fp8_min_width: int = fp8_flag(4096)
     """Fewest inputs and outputs of a linear layer in FP8; narrower ones gain little."""
     first_last_layers_bf16: bool = flag(False, idle_without=needs.FP8, change=STEPS)
     """Keep the first and last transformer layers out of FP8."""
-    num_layers_at_start_in_bf16: int = flag(
-        1, bound=NOT_NEGATIVE, idle_without="--first-last-layers-bf16", change=STEPS
-    )
+    num_layers_at_start_in_bf16: int = first_last_flag(1)
     """Number of first layers for --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: int = flag(
-        1, bound=NOT_NEGATIVE, idle_without="--first-last-layers-bf16", change=STEPS
-    )
+    num_layers_at_end_in_bf16: int = first_last_flag(1)
     """Number of last layers for --first-last-layers-bf16."""
     loss_scale: float | None = flag(None, bound=LOSS_SCALE, idle_without="--fp16", change=STEPS)
     """Static loss scale for fp16; dynamic when not given."""
@@ -294,8 +139,7 @@ class DataConfig:
     merge_file: str | None = flag(None, idle_without=needs.GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE merges."""
     vocab_size: int | None = flag(None, change=TOKENIZER)
-    """Vocabulary, if larger than the tokenizer's; required by the NullTokenizer (+ 1 for the end of
-    document)."""
+    """Vocabulary, if larger than the tokenizer's; of the NullTokenizer without end of document."""
 
 
 @dataclass(frozen=True)
@@ -311,22 +155,22 @@ class TrainingConfig:
     step_batch_size_schedule: tuple[str, ...] | None = flag(None, change=BATCHES)
     """`TOKENS:SAMPLES ...`, such as 0:16 2.4B:320: the global batch size from each number of
     consumed tokens on. Suffixes: K, M, B, T."""
-    train_iters: int | None = flag(None, bound=NOT_NEGATIVE)
+    train_iters: int | None = not_negative(None)
     """Optimizer steps of the run."""
     train_samples: int | None = None
     """Samples of the run (instead of --train-iters)."""
-    exit_interval: int | None = flag(None, bound=NOT_NEGATIVE)
+    exit_interval: int | None = not_negative(None)
     """Save and exit at iterations divisible by this; 0: never."""
-    exit_duration_in_mins: float | None = flag(None, bound=NOT_NEGATIVE)
+    exit_duration_in_mins: float | None = not_negative(None)
     """Save and exit after this many minutes; 0: never."""
     manual_gc: bool = True
     """Collect Python's garbage on all ranks at the same iterations (--manual-gc-interval), so that
     ranks do not wait for each other's collections."""
-    manual_gc_interval: int = flag(100, bound=NOT_NEGATIVE, idle_without="--manual-gc")
+    manual_gc_interval: int = not_negative(100, idle_without="--manual-gc")
     """Iterations between collections; 0: none but those of --manual-gc-eval."""
     manual_gc_eval: bool = flag(True, idle_without="--manual-gc")
     """Collect before and after each evaluation."""
-    seed: int = flag(1234, bound=NOT_NEGATIVE, change=SEED)
+    seed: int = not_negative(1234, change=SEED)
     """Seed of the initial weights, of dropout and of the order of the data."""
     nan_policy: Literal["stop", "skip"] = flag("stop", change=STEPS_ALONE)
     """What to do at a NaN or Inf loss or gradient: stop the run, or skip the step and log it."""
@@ -338,9 +182,9 @@ class TrainingConfig:
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(
         None, needs="--recompute-granularity selective"
     )
-    """Modules for selective recomputation: core_attn, qkv, mla_up_proj (queries, keys and values of
-    latent attention), layernorm, mlp_act (activation), mlp (fc1 and activation), moe_act
-    (activation of experts), moe (experts with dispatch). Default: core_attn."""
+    """Modules for selective recomputation: core_attn (default), qkv, mla_up_proj (queries, keys and
+    values of latent attention), layernorm, mlp_act (activation), mlp (fc1 and activation), moe_act
+    (activation of experts), moe (experts with dispatch)."""
     recompute_method: Literal["uniform", "block"] | None = flag(
         None, idle_without="--recompute-granularity full"
     )
@@ -351,8 +195,7 @@ class TrainingConfig:
     recompute: Literal["auto"] | None = None
     """auto: choose the fastest recomputation that fits --memory-budget, and print why."""
     memory_budget: float | None = flag(None, needs="--recompute auto")
-    """GiB per device that --recompute auto may plan for; leave room for what --dry-run lists as
-    uncounted."""
+    """GiB per device that --recompute auto may plan for; keep room for the dry run's uncounted."""
     recompute_layers: tuple[str, ...] | None = None
     """Recomputation of each layer in order, as --recompute auto chooses it: WHAT*COUNT ..., where
     WHAT is none, full, or --recompute-modules joined by +."""
@@ -363,9 +206,9 @@ class TrainingConfig:
     activation_offload: bool = False
     """Keep saved activations in pinned host memory, copied back one pass ahead."""
     offload_modules: tuple[OffloadModule, ...] | None = offload_flag(None)
-    """Modules whose saved inputs are offloaded: layer_input (of layers that are recomputed whole),
-    attn_norm, qkv_linear, core_attn (with its statistics), attn_proj (needs core_attn), mlp_norm,
-    mlp_fc1, mlp_act, mlp_fc2. Default: all that are kept."""
+    """Modules whose saved inputs are offloaded, by default all: layer_input (of layers that are
+    recomputed whole), attn_norm, qkv_linear, core_attn (with its statistics), attn_proj (needs
+    core_attn), mlp_norm, mlp_fc1, mlp_act, mlp_fc2."""
     activation_offload_fraction: float = offload_flag(1.0, bound=UP_TO_ONE)
     """Share of the layers of each (virtual) stage, the first ones, that are offloaded."""
     min_offloaded_tensor_size: int = offload_flag(1048576, bound=NOT_NEGATIVE)
@@ -395,18 +238,19 @@ class DecayKind(NamedTuple):
     """
 
     decays: bool  # to --min-lr
-    has_final_decay: bool  # of --lr-wsd-decay-iters or -samples
+    has_final_decay: bool = False  # of --lr-wsd-decay-iters or -samples
 
 
 LR_DECAYS = {
-    "constant": DecayKind(decays=False, has_final_decay=False),
-    "linear": DecayKind(decays=True, has_final_decay=False),
-    "cosine": DecayKind(decays=True, has_final_decay=False),
-    "inverse-square-root": DecayKind(decays=True, has_final_decay=False),
+    "constant": DecayKind(decays=False),
+    "linear": DecayKind(decays=True),
+    "cosine": DecayKind(decays=True),
+    "inverse-square-root": DecayKind(decays=True),
     "WSD": DecayKind(decays=True, has_final_decay=True),
 }
 FINAL_DECAYS = ("exponential", "linear", "cosine", "minus_sqrt")
 WEIGHT_DECAY_CHANGES = ("constant", "linear", "cosine")
+WeightDecayChange = Literal[*WEIGHT_DECAY_CHANGES]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
@@ -442,14 +286,14 @@ class OptimizerConfig:
     freeze: str | None = flag(None, change=STEPS)
     """Parts to freeze, such as embedding,layers.0-3,head. Positions go with the first layer, the
     final norm with the last."""
-    lr: float | None = flag(None, bound=NOT_NEGATIVE)
+    lr: float | None = not_negative(None)
     """Peak learning rate."""
-    min_lr: float = flag(0.0, bound=NOT_NEGATIVE, idle_without=needs.DECAY)
+    min_lr: float = not_negative(0.0, idle_without=needs.DECAY)
     """Learning rate at the end of the decay."""
-    decoupled_lr: float | None = flag(None, bound=NOT_NEGATIVE)
+    decoupled_lr: float | None = not_negative(None)
     """Peak learning rate of word embedding and head, on the same schedule. Default: lr."""
-    decoupled_min_lr: float | None = flag(
-        None, bound=NOT_NEGATIVE, needs="--decoupled-lr N", idle_without=needs.DECAY
+    decoupled_min_lr: float | None = not_negative(
+        None, needs="--decoupled-lr N", idle_without=needs.DECAY
     )
     """With --decoupled-lr: their learning rate at the end of the decay. Default: min-lr."""
     lr_decay_style: Literal[*LR_DECAYS] = "linear"  # type: ignore[valid-type]
@@ -458,13 +302,13 @@ class OptimizerConfig:
     """Iterations over which the learning rate decays, warm-up included. Default: train-iters."""
     lr_decay_samples: int | None = None
     """Samples over which the learning rate decays, warm-up included. Default: train-samples."""
-    lr_warmup_iters: int = flag(0, bound=NOT_NEGATIVE)
+    lr_warmup_iters: int = not_negative(0)
     """Iterations of linear warm-up."""
-    lr_warmup_samples: int = flag(0, bound=NOT_NEGATIVE)
+    lr_warmup_samples: int = not_negative(0)
     """Samples of linear warm-up."""
     lr_warmup_fraction: float | None = flag(None, bound=BELOW_ONE)
     """Warm-up as a share of the decay."""
-    lr_warmup_init: float = flag(0.0, bound=NOT_NEGATIVE, idle_without=needs.WARMUP)
+    lr_warmup_init: float = not_negative(0.0, idle_without=needs.WARMUP)
     """Learning rate at which the warm-up starts."""
     lr_wsd_decay_style: Literal[*FINAL_DECAYS] = wsd_flag("exponential")  # type: ignore[valid-type]
     """Shape of the final decay of WSD."""
@@ -472,17 +316,15 @@ class OptimizerConfig:
     """Iterations of the final decay of WSD."""
     lr_wsd_decay_samples: int | None = wsd_flag(None)
     """Samples of the final decay of WSD."""
-    weight_decay: float = flag(0.01, bound=NOT_NEGATIVE)
+    weight_decay: float = not_negative(0.01)
     """Weight decay; biases and one-dimensional parameters have none."""
-    start_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=needs.CHANGING_DECAY)
+    start_weight_decay: float | None = not_negative(None, needs=needs.CHANGING_DECAY)
     """Weight decay at the start of a run in which it changes."""
-    end_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=needs.CHANGING_DECAY)
+    end_weight_decay: float | None = not_negative(None, needs=needs.CHANGING_DECAY)
     """Weight decay at the end of a run in which it changes."""
-    weight_decay_incr_style: Literal[*WEIGHT_DECAY_CHANGES] = (  # type: ignore[valid-type]
-        "constant"
-    )
+    weight_decay_incr_style: WeightDecayChange = "constant"
     """Shape of the change of weight decay from start to end of the run."""
-    clip_grad: float = flag(1.0, bound=NOT_NEGATIVE, change=STEPS)
+    clip_grad: float = not_negative(1.0, change=STEPS)
     """Scale gradients down to this global norm; 0 disables clipping."""
     adam_beta1: float = adam_flag(0.9, bound=BELOW_ONE)
     """Decay of Adam's first moment."""
@@ -492,9 +334,9 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = flag(0.9, bound=BELOW_ONE, idle_without="--optimizer sgd", change=STEPS)
     """Momentum of SGD."""
-    override_opt_param_scheduler: bool = flag(False, idle_without="--load DIR")
+    override_opt_param_scheduler: bool = load_flag(False)
     """On resume take the command line's learning-rate and weight-decay schedule."""
-    use_checkpoint_opt_param_scheduler: bool = flag(False, idle_without="--load DIR")
+    use_checkpoint_opt_param_scheduler: bool = load_flag(False)
     """On resume take the checkpoint's schedule without comparing it."""
 
 
@@ -502,9 +344,9 @@ class OptimizerConfig:
 class EvaluationConfig:
     """Evaluation during training, or without it."""
 
-    eval_iters: int = flag(100, bound=NOT_NEGATIVE, change=STEPS_ALONE)
+    eval_iters: int = not_negative(100, change=STEPS_ALONE)
     """Global batches in an evaluation; every evaluation uses the same ones."""
-    eval_interval: int | None = flag(1000, bound=NOT_NEGATIVE)
+    eval_interval: int | None = not_negative(1000)
     """Training iterations between evaluations; 0: only at the end."""
     skip_train: bool = False
     """Load, evaluate, exit."""
@@ -516,19 +358,17 @@ class CheckpointConfig:
 
     save: str | None = None
     """Folder for checkpoints and metrics.jsonl."""
-    save_interval: int | None = flag(
-        None, "--persistent-save-interval", bound=NOT_NEGATIVE, idle_without="--save DIR"
-    )
+    save_interval: int | None = save_flag(None, "--persistent-save-interval", bound=NOT_NEGATIVE)
     """Iterations between checkpoints; one is always written at the end, with 0 no other."""
     load: str | None = None
     """Folder to resume from. When it equals --save it may still be empty."""
-    ckpt_step: int | None = flag(None, bound=NOT_NEGATIVE, needs="--load DIR")
+    ckpt_step: int | None = not_negative(None, needs="--load DIR")
     """Load this iteration instead of the latest."""
     finetune: bool = flag(False, needs="--load DIR")
     """Load weights only; start at iteration 0."""
-    load_optim: bool = flag(True, idle_without="--load DIR")
+    load_optim: bool = load_flag(True)
     """Load the optimizer's state."""
-    save_optim: bool = flag(True, idle_without="--save DIR")
+    save_optim: bool = save_flag(True)
     """Write the optimizer's state."""
     exit_on_missing_checkpoint: bool = flag(False, needs="--load DIR")
     """Require --load to hold a checkpoint, instead of starting at iteration 0."""
@@ -542,7 +382,7 @@ class CheckpointConfig:
     is given."""
     ckpt_parallel_write: Literal["balanced", "owner"] = "balanced"
     """How replicas divide the writing: balanced, an equal part each; owner, the first rank all."""
-    async_save: bool = flag(False, idle_without="--save DIR")
+    async_save: bool = save_flag(False)
     """Write checkpoints in the background; training waits only for a copy into host memory."""
     async_save_host_memory: float | None = flag(None, needs=needs.ASYNC_SAVE_COPIES)
     """Most GiB of host memory of a rank's background save. Default: its whole shard."""
@@ -558,9 +398,9 @@ class CheckpointConfig:
     up to 8 nodes."""
     save_rate_limit: float | None = flag(None, bound=RATE, idle_without="--async-save")
     """Most MB/s that each rank's background save sends to --save."""
-    save_retain_interval: int | None = flag(None, idle_without="--save DIR")
+    save_retain_interval: int | None = save_flag(None)
     """Keep checkpoints at multiples of this, and the last --save-keep-last of the others."""
-    save_keep_last: int | None = flag(None, idle_without="--save DIR")
+    save_keep_last: int | None = save_flag(None)
     """Newest checkpoints to keep. Default: all; 1 with --save-retain-interval."""
     verify_integrity: bool = flag(False, needs="--save DIR")
     """Read every checkpoint back from the disk and verify it before it counts as saved."""
@@ -580,14 +420,14 @@ class LoggingConfig:
     """Log the norms of gradient (before clipping) and parameters of each layer."""
     moe_per_layer_logging: bool = flag(False, idle_without="--num-experts N")
     """Log how evenly tokens go to the experts of each layer, not of the worst one alone."""
-    log_sample_text: int = flag(0, bound=NOT_NEGATIVE, needs=needs.EVALUATED)
+    log_sample_text: int = not_negative(0, needs=needs.EVALUATED)
     """At each evaluation, log this many tokens that the model generates from the first validation
     sample. Each takes a forward pass."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     log_straggler: bool = True
     """Measure the compute time of each rank, and name one that keeps the others waiting."""
-    straggler_threshold: float = flag(0.1, bound=NOT_NEGATIVE)
+    straggler_threshold: float = not_negative(0.1)
     """How much slower than its peers a rank must be to be named: 0.1 is 10%."""
     pipeline_timeline: str | None = flag(None, idle_without=needs.PIPELINE)
     """Write the last logged step's time line of each pipeline rank (tools/plot_schedule.py)."""
@@ -617,13 +457,13 @@ class LoggingConfig:
     """Iterations between TensorBoard and wandb points (at most one per --log-interval)."""
     wandb_project: str | None = None
     """Log to this wandb project (WANDB_MODE=offline works)."""
-    wandb_exp_name: str | None = flag(None, idle_without="--wandb-project NAME")
+    wandb_exp_name: str | None = wandb_flag(None)
     """Name of the wandb run."""
-    wandb_group: str | None = flag(None, idle_without="--wandb-project NAME")
+    wandb_group: str | None = wandb_flag(None)
     """Group of the wandb run: wandb shows the runs of a group together."""
-    wandb_save_dir: str | None = flag(None, idle_without="--wandb-project NAME")
+    wandb_save_dir: str | None = wandb_flag(None)
     """Folder of wandb's files. Default: <save>/wandb."""
-    wandb_entity: str | None = flag(None, idle_without="--wandb-project NAME")
+    wandb_entity: str | None = wandb_flag(None)
     """wandb entity (user or team)."""
     peak_tflops: float | None = None
     """Peak TFLOP/s of a device, for MFU. Default: the known device's; else no MFU."""
@@ -683,8 +523,7 @@ class DistributedConfig:
     overlap_grad_reduce: bool = flag(True, idle_without=needs.DATA_PARALLEL, change=ROUNDING)
     """Reduce gradients during the backward pass. Costs time on CPUs whose cores all compute."""
     zero_stage: Literal[0, 1, 2, 3] = flag(0, change=ROUNDING)
-    """ZeRO stage. Data-parallel ranks shard: 1 optimizer state, 2 also gradients, 3 also
-    weights."""
+    """ZeRO: data-parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights."""
     zero_shard_size: int | None = flag(None, needs=needs.SHARDED, change=ROUNDING)
     """Neighbouring data-parallel ranks that ZeRO shards over, such as a node's; each group holds a
     copy. Default: all."""
@@ -712,8 +551,7 @@ class DistributedConfig:
     """Device for predicted step times: a name from tools/plan.py, or a file of tools/plan.py
     measure. Default: the GPU's, if known."""
     host_memory: float | None = None
-    """GiB of a node's memory for all its ranks; offload that needs more is refused. Default: what
-    the node has."""
+    """GiB of a node's memory for all its ranks, which offload must fit. Default: the node's."""
 
 
 @dataclass(frozen=True)
@@ -744,20 +582,12 @@ class Config:
         """The inverse of to_dict, also after JSON (its lists become tuples). Raises TypeError for
         an unknown field.
         """
-        kinds: dict[str, Any] = {
-            group.name: type(group.default) for group in dataclasses.fields(cls)
-        }
-        return cls(
-            **{
-                name: kind(
-                    **{
-                        field: tuple(value) if isinstance(value, list) else value
-                        for field, value in groups.get(name, {}).items()
-                    }
-                )
-                for name, kind in kinds.items()
-            }
-        )
+        config = cls()
+        for group in dataclasses.fields(cls):
+            fields = groups.get(group.name, {}).items()
+            values = {name: tuple(v) if isinstance(v, list) else v for name, v in fields}
+            config = config.with_fields(group.name, **values)
+        return config
 
 
 # The settings as flags and files give them, called `flags`: derived values are still None. A

@@ -1,5 +1,5 @@
-"""Files that a user names, read so that nothing in them can hang the program, crash it, or be taken
-for something else.
+"""Files that a user names, JSON and YAML among them, read so that nothing in them can hang the
+program, crash it, or be taken for something else.
 
 The errors name what is wrong with a file and leave its name to the caller, who knows the flag
 that gave it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections import Counter
 from pathlib import Path
@@ -33,13 +34,19 @@ KINDS = {
     float: "a number",
     type(None): "null",
 }
-SPECIAL = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe (FIFO)"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISSOCK, "a socket"),
-)
+SPECIAL = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+TAG = "tag:yaml.org,2002:"  # of the values that YAML knows by itself
+INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)")
+DECIMAL = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+LEADING_ZERO = re.compile(r"[-+]?0[\d_]+")
+AMBIGUOUS = "is a number that versions of YAML read differently; write it"
 
 
 class InputError(UserError):
@@ -65,7 +72,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        kind = next((name for holds, name in SPECIAL if holds(mode)), "something else")
+        kind = SPECIAL.get(stat.S_IFMT(mode), "something else")
         raise InputError(f"is {kind}, not a regular file")
     return open(descriptor, "rb")
 
@@ -80,6 +87,17 @@ def read_bytes(path: str | Path, most: int) -> bytes:
     if len(raw) > most:
         raise InputError(f"has more than {most:,} bytes")
     return raw
+
+
+def decode(raw: bytes) -> str:
+    """UTF-8 text, without a byte-order mark. Raises InputError."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 text: byte {error.start} ({error.reason})") from error
+
+
+# ---------------------------------------------------------------- JSON
 
 
 def read_json(path: str | Path, kind: type = dict, most: int = JSON_LIMIT) -> Any:
@@ -110,12 +128,71 @@ def parse_json(raw: bytes, kind: type = dict) -> Any:
     return value
 
 
-def decode(raw: bytes) -> str:
-    """UTF-8 text, without a byte-order mark. Raises InputError."""
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise InputError(f"the key {twice[:60]!r} occurs twice; keep one")
+    return result
+
+
+# ---------------------------------------------------------------- YAML
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of YAML text, in the part of YAML that every version reads alike: maps with text
+    keys, lists, text and decimal numbers.
+
+    Raises InputError, with the line, for what is not YAML or not of that part: a key twice in a
+    map, numbers that versions of YAML read differently (010, 1:30, 0x10), dates, binary data,
+    aliases, and values nested too deep.
+    """
     try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 text: byte {error.start} ({error.reason})") from error
+        import yaml
+    except ImportError:
+        raise InputError("it is not JSON, and PyYAML is not installed to read it as YAML") from None
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        value = None if node is None else _yaml_value(node, set())
+    except RecursionError:
+        raise InputError("nested too deep") from None
+    # ValueError: a number of thousands of digits, a character outside Unicode
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise InputError(" ".join(str(error).split())) from None
+    check_tree(value)
+    return value
+
+
+def _yaml_value(node: Any, seen: set[int]) -> Any:
+    """What a node of the text means. Raises InputError."""
+    kind, text = node.tag.removeprefix(TAG), node.value
+    fault = ""
+    if id(node) in seen:
+        fault = "aliases are not read here; write the value out"
+    elif kind in ("int", "float") and not DECIMAL.fullmatch(text):
+        fault = f"{text} {AMBIGUOUS} in decimal digits"
+    elif kind == "str" and node.style is None and LEADING_ZERO.fullmatch(text):
+        fault = f"{text} {AMBIGUOUS} without leading zeros"
+    elif kind not in ("map", "seq", "null", "bool", "int", "float", "str"):
+        fault = f"a value of the kind {kind} is not read here; put text in quotation marks"
+    if fault:
+        raise InputError(f"line {node.start_mark.line + 1}: {fault}")
+    seen.add(id(node))
+    if kind == "map":
+        pairs = [(_yaml_value(key, seen), _yaml_value(value, seen)) for key, value in text]
+        if not all(isinstance(key, str) for key, _ in pairs):
+            raise InputError(f"line {node.start_mark.line + 1}: a key is not text")
+        return _unique_keys(pairs)
+    if kind == "seq":
+        return [_yaml_value(item, seen) for item in text]
+    if kind == "bool":
+        return text.lower() in ("true", "yes", "on")
+    if kind in ("int", "float"):
+        return int(text) if INTEGER.fullmatch(text) else float(text)
+    return None if kind == "null" else text
+
+
+# ---------------------------------------------------------------- values
 
 
 def expect(value: Any, kind: type) -> None:
@@ -161,11 +238,3 @@ def path_fault(path: str) -> str:
     if max(len(name.encode()) for name in path.split("/")) > NAME_BYTES:
         return f"a name in this path is longer than the {NAME_BYTES} bytes that file systems take"
     return ""
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise InputError(f"the key {twice[:60]!r} occurs twice; keep one")
-    return result

@@ -1,14 +1,19 @@
-"""What each layer of a model is made of: one record a layer, which everything else reads."""
+"""What each layer of a model is made of: one record a layer, which everything else reads, and the
+patterns of flags (`--moe-layer-freq [0]*3+[1]*58`) that choose some of the layers.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.config.experts import read_pattern
+from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron.config.groups import ModelConfig
+    from megatron.config.model import ModelConfig
+
+MOST_LAYERS = 10_000  # of a model; a pattern has no more
 
 
 class LayerRecord(NamedTuple):
@@ -29,7 +34,6 @@ class LayerRecord(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def layer_records(model: ModelConfig) -> tuple[LayerRecord, ...]:
     """The record of each layer. Of a resolved configuration."""
-    layers = model.num_layers or 0
     windowed, rotary = windowed_layers(model), rotary_layers(model)
     return tuple(
         LayerRecord(
@@ -38,7 +42,7 @@ def layer_records(model: ModelConfig) -> tuple[LayerRecord, ...]:
             rotary[index],
             experts,
             index == 0,
-            index == layers - 1,
+            index == model.num_layers - 1,
         )
         for index, experts in enumerate(model.expert_layers())
     )
@@ -46,32 +50,16 @@ def layer_records(model: ModelConfig) -> tuple[LayerRecord, ...]:
 
 def windowed_layers(model: ModelConfig) -> tuple[bool, ...]:
     """Whether --window-size acts in each layer. Raises UserError."""
-    layers = model.num_layers or 0
-    if model.window_size is None:
-        return (False,) * layers
-    if model.window_attn_skip_freq is None:
-        return (True,) * layers
-    return tuple(not full for full in _marked(model.window_attn_skip_freq, layers, ones=False))
+    has_window = model.window_size is not None
+    full = _marked(model.window_attn_skip_freq, model.num_layers, mark=0)
+    return tuple(has_window and not each for each in full)
 
 
 def rotary_layers(model: ModelConfig) -> tuple[bool, ...]:
     """Whether positions rotate queries and keys in each layer. Raises UserError."""
-    layers = model.num_layers or 0
-    if model.position_embedding_type not in ("rope", "yarn"):
-        return (False,) * layers
-    if model.no_rope_freq is None:
-        return (True,) * layers
-    return tuple(not skipped for skipped in _marked(model.no_rope_freq, layers, ones=True))
-
-
-def _marked(text: str, layers: int, *, ones: bool) -> tuple[bool, ...]:
-    """Layers that a pattern leaves out: every N-th one, counted from 1; of a list those with a 1,
-    or if not `ones` those with a 0. Raises UserError.
-    """
-    found = read_pattern(text, layers)
-    if isinstance(found, int):
-        return tuple((index + 1) % found == 0 for index in range(layers))
-    return tuple(bool(entry) is ones for entry in found)
+    is_rotary = model.position_embedding_type in ("rope", "yarn")
+    skipped = _marked(model.no_rope_freq, model.num_layers, mark=1)
+    return tuple(is_rotary and not each for each in skipped)
 
 
 def windows_of(model: ModelConfig) -> tuple[int | None, ...]:
@@ -86,5 +74,68 @@ def window_index(model: ModelConfig, record: LayerRecord) -> int:
 
 def widest_window(model: ModelConfig) -> int | None:
     """The window that every layer has; None where a layer sees all earlier keys."""
-    windows = windows_of(model)
-    return None if None in windows else model.window_size
+    return None if None in windows_of(model) else model.window_size
+
+
+# ---------------------------------------------------------------- patterns
+
+
+def _marked(text: str | None, layers: int, mark: int) -> tuple[bool, ...]:
+    """The layers that a pattern leaves out: every N-th one, counted from 1; of a list those with
+    `mark`. Raises UserError.
+    """
+    found = [1 - mark] * layers if text is None else read_pattern(text, layers)
+    if isinstance(found, int):
+        return tuple((index + 1) % found == 0 for index in range(layers))
+    return tuple(entry == mark for entry in found)
+
+
+@functools.cache  # every layer asks for it
+def expert_pattern(text: str, layers: int) -> tuple[bool, ...]:
+    """Whether each of `layers` layers has experts, as --moe-layer-freq specifies. Raises UserError
+    with what is wrong and what would be right.
+    """
+    found = read_pattern(text, layers)
+    if isinstance(found, int):
+        return tuple(index % found == 0 for index in range(layers))
+    if not any(found):
+        raise UserError(f"{text!r}: no layer has experts; drop --num-experts, or give some a 1")
+    return tuple(map(bool, found))
+
+
+def read_pattern(text: str, layers: int) -> int | list[int]:
+    """A number N, for every N-th layer, or a list with 0 or 1 for each of `layers` layers. Raises
+    UserError with what is wrong and what would be right.
+    """
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError):
+        raise UserError(
+            f"{text!r} is neither a number nor a list of 0 and 1 such as [0]*3+[1]*58"
+        ) from None
+    if isinstance(found, int) and found < 1:
+        raise UserError(f"{text!r}: give 1 or more, or a list of 0 and 1")
+    if isinstance(found, list) and len(found) != layers:
+        raise UserError(
+            f"{text!r} has {len(found)} entries, and --num-layers is {layers}; make them equal"
+        )
+    return found
+
+
+def _value(node: Any) -> Any:
+    """Of a number, a list of 0 and 1, a list times a number, or a sum of lists."""
+    match node:
+        case ast.Constant(value=int()):
+            return node.value
+        case ast.List():
+            entries = [_value(entry) for entry in node.elts]
+            if all(entry in (0, 1) for entry in entries):
+                return entries
+        case ast.BinOp(op=ast.Add()):
+            return _value(node.left) + _value(node.right)
+        case ast.BinOp(op=ast.Mult()):
+            factors = _value(node.left), _value(node.right)
+            entries, times = sorted(factors, key=lambda factor: isinstance(factor, int))
+            if len(entries) * times <= MOST_LAYERS:
+                return entries * times
+    raise ValueError

@@ -1,23 +1,26 @@
-"""Flags of other programs whose meaning depends on other flags of the line: the tables `at_least`
-and `together` of compatibility.toml. Most are Megatron-DeepSpeed's: lengths in tokens, and its
-mixture of experts with defaults that differ from Megatron-LM's.
+"""Flags of other programs whose meaning depends on the rest of the line or on a file: the table
+`together` of compatibility.toml. Most are of Megatron-DeepSpeed and its forks: lengths in tokens,
+lists of data files, and a mixture of experts with defaults that differ from Megatron-LM's.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megatron.config.compatibility import CompatibilityRow
 from megatron.config.derive import spelled
 from megatron.config.errors import UserError
+from megatron.config.input_files import JSON_LIMIT, decode, parse_json, read_bytes, read_json
 from megatron.config.metadata import flag_name
-from megatron.config.named_files import extended_vocabulary
-from megatron.config.options import Words, key, options_by_flag, shown
+from megatron.config.options import Words, key, shown
 from megatron.config.reading import Reading
 
 LENGTHS = ("--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens")
+SPLITS = ("train", "valid", "test")
 # Field -> the flag of Megatron-DeepSpeed that sets it.
 SETS = {
     "moe_router_topk": "--topk",
@@ -32,11 +35,16 @@ def read_together(reading: Reading) -> None:
 
     A line with --deepspeed and a plain --num-experts has Megatron-DeepSpeed's defaults, too.
     """
-    for flag, words, row in reading.foreign:
-        if row.verdict == "at_least":
-            _raise(reading, flag, words, row)
+    # 1. Flags that mean something each by itself.
+    _take_tokenizer_of_load(reading)
     given = {key(flag): words for flag, words, row in reading.foreign if row.verdict == "together"}
-    _read_tokenizer(reading, given.pop("--extra-vocab-size", ["0"]))
+    for name in [name for name in given if name in FUNCTIONS]:
+        words = given.pop(name)
+        try:
+            FUNCTIONS[name](reading, name, words)
+        except UserError as problem:
+            reading.faults.append(f"{shown(name, words)}: {problem}")
+    # 2. Lengths in tokens, and experts.
     lengths = [name for name in given if name in LENGTHS]
     is_deepspeed = any(key(flag) == "--deepspeed" for flag, _, _ in reading.foreign)
     is_ours = any(name.startswith("moe_") for name in reading.chosen)
@@ -49,37 +57,84 @@ def read_together(reading: Reading) -> None:
         reading.take(name, value)
 
 
-def _raise(reading: Reading, flag: str, words: Words, row: CompatibilityRow) -> None:
-    """Raise a setting that is below what a flag asks for at least."""
-    try:
-        ((ours, least),) = row.rewrite(words)
-    except UserError as problem:
-        reading.faults.append(f"{shown(flag, words)}: {problem}")
+# ---------------------------------------------------------------- flags by themselves
+
+
+def _take_tokenizer_of_load(reading: Reading) -> None:
+    """--patch-tokenizer-type names a tokenizer that --load holds."""
+    folder, is_patch = reading.value("load"), reading.set_by.get("tokenizer_type", "")
+    if folder and is_patch.startswith("--patch-") and reading.value("tokenizer_model") is None:
+        reading.config = reading.config.with_fields("data", tokenizer_model=folder)
+        reading.notes.append(f"--patch-tokenizer-type: the tokenizer is read from --load {folder}")
+
+
+def _shard_optimizer(reading: Reading, flag: str, words: Words) -> None:
+    """--zero-stage 1, where the settings do not already give that much. Raises UserError."""
+    if words:
+        raise UserError("it takes no value")
+    if reading.value("zero_stage") == 0 and "zero_stage" in reading.set_by:
+        raise UserError(f"contradicts {reading.set_by['zero_stage']}; drop one of them")
+    reading.take("zero_stage", max(1, reading.value("zero_stage")))
+
+
+def _extend_vocabulary(reading: Reading, flag: str, words: Words) -> None:
+    """Rows of the embedding in addition to the vocabulary that a tokenizer.json (or its folder) has
+    without added tokens. Raises UserError.
+    """
+    if len(words) != 1 or not words[0].isdigit():
+        raise UserError("expected a whole number of 0 or more")
+    if int(words[0]) == 0:
         return
-    option, _ = options_by_flag()[key(ours)]
-    value, field = option.parse(least), option.field
-    is_below = reading.value(field) < value and option.names[0] not in reading.unsure
-    if is_below and field in reading.set_by:
-        reading.faults.append(f"{flag}: contradicts {reading.set_by[field]}; drop one of them")
-    else:
-        reading.take(field, value if is_below else reading.value(field))
-
-
-def _read_tokenizer(reading: Reading, extra: Words) -> None:
-    """The tokenizer that --load holds, and the rows that are added to its vocabulary."""
-    if reading.set_by.get("tokenizer_type", "").startswith("--patch-"):
-        folder = reading.value("load")
-        if reading.value("tokenizer_model") is None and folder:
-            reading.config = reading.config.with_fields("data", tokenizer_model=folder)
-            reading.notes.append(
-                f"--patch-tokenizer-type: the tokenizer is read from --load {folder}"
-            )
+    tokenizer = reading.value("tokenizer_model")
+    path = Path(tokenizer or "")
+    path = path / "tokenizer.json" if os.path.isdir(path) else path
     try:
-        padded = extended_vocabulary(extra, reading.value("tokenizer_model"))
-        if padded is not None:
-            reading.config = reading.config.with_fields("model", padded_vocab_size=padded)
-    except UserError as problem:
-        reading.faults.append(f"{shown('--extra-vocab-size', extra)}: {problem}")
+        rows = len(read_json(path)["model"]["vocab"]) + int(words[0])
+    except (UserError, KeyError, TypeError) as error:
+        raise UserError(
+            f"adds to the vocabulary of --tokenizer-model {tokenizer}, which is not a "
+            f"tokenizer.json ({error}); give --padded-vocab-size with all rows of the embedding"
+        ) from None
+    reading.config = reading.config.with_fields("model", padded_vocab_size=rows)
+
+
+def _read_data(reading: Reading, flag: str, words: Words) -> None:
+    """The words of --data-path that a file holds. Raises UserError."""
+    if len(words) != 1:
+        raise UserError("takes one file")
+    raw = read_bytes(words[0], JSON_LIMIT)
+    data: dict[str, Words] = {}
+    if flag == "--per-split-data-args-path":
+        # words under the name of each split, as a list or as one text
+        for split, value in parse_json(raw).items():
+            each = value.split() if isinstance(value, str) else value
+            if split not in SPLITS or not isinstance(each, list):
+                known = ", ".join(SPLITS)
+                raise UserError(f"expected words under {known}, found {split!r}: {value!r}")
+            data[f"--{split}-data-path"] = list(map(str, each))
+    elif flag == "--data-file-list":
+        # weight and prefix of each line; a corpus may follow
+        lines = [line.split() for line in decode(raw).splitlines()]
+        for number, line in enumerate(lines, 1):
+            if len(line) not in (0, 2, 3):
+                raise UserError(f"line {number}: expected a weight, a prefix and a corpus")
+        data["--data-path"] = [word for line in lines for word in line[:2]]
+    else:
+        data["--data-path"] = decode(raw).split()
+    for ours, values in data.items():
+        reading.read(ours, values, written=shown(flag, words))
+
+
+FUNCTIONS: dict[str, Callable[[Reading, str, Words], None]] = {
+    "--use-distributed-optimizer": _shard_optimizer,
+    "--extra-vocab-size": _extend_vocabulary,
+    "--data-args-path": _read_data,
+    "--data-file-list": _read_data,
+    "--per-split-data-args-path": _read_data,
+}
+
+
+# ---------------------------------------------------------------- lengths and experts
 
 
 @dataclass
@@ -108,31 +163,25 @@ class Together:
         """Lengths in tokens as lengths in samples. Where another length is given as well,
         Megatron-DeepSpeed ends at the shorter one, and decays by tokens.
         """
-        reading, faults = self.reading, len(self.reading.faults)
+        value, faults = self.reading.value, len(self.reading.faults)
         tokens = {name: int(self._number(name, 0)) for name in names}
-        length = reading.value("seq_length")
-        if len(reading.faults) > faults or not length or length < 1:
-            return {}
+        length = value("seq_length") or 0
         values = self._in_samples(", ".join(names), tokens)
-        ends = [values.get("train_samples"), reading.value("train_samples")]
-        whole = max((end for end in ends if end), default=None)
-        if "--train-tokens" in tokens:
-            # consumed samples x length reaches the tokens with this many samples
-            ends.append(-(-tokens["--train-tokens"] // length))
-        values["train_samples"] = min((end for end in ends if end), default=None)
-        if whole and reading.value("lr_decay_samples") is None:
-            values.setdefault("lr_decay_samples", whole)
+        if len(self.reading.faults) > faults or length < 1:
+            return {}
+        # The end of the run, when its samples x length reach the tokens, and of its decay.
+        ends = [end for end in (values.get("train_samples"), value("train_samples")) if end]
+        if ends and value("lr_decay_samples") is None:
+            values.setdefault("lr_decay_samples", max(ends))
+        ends.append(-(-tokens.get("--train-tokens", 0) // length))
+        values["train_samples"] = min(filter(None, ends), default=None)
         for kind in ("decay", "warmup"):
             if f"--lr-{kind}-tokens" in tokens:
                 values[f"lr_{kind}_samples"] = round(tokens[f"--lr-{kind}-tokens"] / length)
-        if len(reading.faults) > faults:
-            return {}
-        flags = " ".join(
-            spelled(name, value)
-            for name, value in values.items()
-            if name.endswith("samples") and value is not None
-        )
-        reading.notes.append(f"{', '.join(names)}: in samples of --seq-length {length}: {flags}")
+        samples = {name: count for name, count in values.items() if name.endswith("samples")}
+        flags = " ".join(spelled(*each) for each in samples.items() if each[1] is not None)
+        text = f"{', '.join(names)}: in samples of --seq-length {length}: {flags}"
+        self.reading.notes.append(text)
         return values
 
     def _in_samples(self, names: str, tokens: dict[str, int]) -> dict[str, Any]:
@@ -142,20 +191,17 @@ class Together:
         value = self.reading.value
         varies = value("rampup_batch_size") or value("step_batch_size_schedule")
         batch = None if varies else value("global_batch_size")
-        lengths = {
-            name: value(name)
-            for name in ("train_iters", "lr_warmup_iters", "lr_decay_iters")
-            if value(name) and not (name == "lr_decay_iters" and "--lr-decay-tokens" in tokens)
-        }
-        if lengths and batch is None:
-            self._fault(
-                f"{names}: {', '.join(map(flag_name, lengths))} must be in samples, too, which "
-                "needs a --global-batch-size of one size"
-            )
+        counted = ["train_iters", "lr_warmup_iters"]
+        counted += [] if "--lr-decay-tokens" in tokens else ["lr_decay_iters"]
         values: dict[str, Any] = {"lr_decay_iters": None}
-        for name, count in lengths.items():
+        for name in filter(value, counted):
+            if batch is None:
+                self._fault(
+                    f"{names}: {flag_name(name)} must be in samples, too, which needs a "
+                    "--global-batch-size of one size"
+                )
+            values[name.replace("iters", "samples")] = value(name) * (batch or 0)
             values[name] = 0 if name == "lr_warmup_iters" else None
-            values[name.replace("iters", "samples")] = count * (batch or 0)
         return values
 
     def experts(self, names: list[str]) -> dict[str, Any]:
@@ -180,13 +226,11 @@ class Together:
                 "--topk 2: DeepSpeed draws the second expert at random, which is not supported; "
                 "add --disable-moe-top2-2nd-expert-sampling, which takes the second best"
             )
-        interval = int(self._number("--expert-interval", 2))
-        if interval > (model.num_layers or interval):
-            self._fault(
-                f"--expert-interval {interval}: must be at most --num-layers {model.num_layers}"
-            )
-        elif model.num_layers and interval > 0:
-            values["moe_layer_freq"] = _every(interval, model.num_layers)
+        interval, layers = int(self._number("--expert-interval", 2)), model.num_layers or 0
+        if 0 < layers < interval:
+            self._fault(f"--expert-interval {interval}: must be at most --num-layers {layers}")
+        elif layers and interval > 0:
+            values["moe_layer_freq"] = _every(interval, layers)
         values["moe_aux_loss_coeff"] = (self._number("--moe-loss-coeff", 0.1),)
         tp = self.reading.value("tensor_model_parallel_size")
         if tp > 1 and "--enable-expert-tensor-parallelism" not in given:
@@ -210,14 +254,14 @@ class Together:
             )
         tokens = (value("micro_batch_size") or 0) * (value("seq_length") or 0)
         share = tokens * topk / value("num_experts")
-        if tokens and math.ceil(share * factor) < least:
+        capacity = math.ceil(share * factor)
+        if tokens and capacity < least:
             self._fault(
-                f"--moe-min-capacity {least:g}: an expert's capacity of "
-                f"{math.ceil(share * factor)} tokens is below it; give "
-                f"--moe-train-capacity-factor {least / share:g} or more"
+                f"--moe-min-capacity {least:g}: an expert's capacity of {capacity} tokens is below "
+                f"it; give --moe-train-capacity-factor {least / share:g} or more"
             )
-        drawn = "drawn at random" if topk == 1 else "chosen by their place"
         if topk <= 2:
+            drawn = "drawn at random" if topk == 1 else "chosen by their place"
             self.reading.notes.append(
                 f"--moe-train-capacity-factor {factor:g}: the tokens that an expert drops are "
                 f"{drawn} in DeepSpeed; here those with the smallest weights are "
@@ -245,5 +289,5 @@ def _every(interval: int, layers: int) -> str:
     """--moe-layer-freq of a pattern whose groups of `interval` layers end with one of experts."""
     if interval == 1:
         return "1"
-    pattern = f"([0]*{interval - 1}+[1])*{layers // interval}"
-    return pattern + (f"+[0]*{layers % interval}" if layers % interval else "")
+    rest = f"+[0]*{layers % interval}" if layers % interval else ""
+    return f"([0]*{interval - 1}+[1])*{layers // interval}{rest}"

@@ -1,5 +1,5 @@
 """Every field of `Config` by its name: what it declares, and as a flag its spellings, the type of
-its value and its help, from the dataclasses of `groups.py`.
+its value and its help, from the dataclasses of `groups.py` and `model.py`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megatron.config import experts, groups, latent
 from megatron.config.errors import UserError, did_you_mean, shortened
 from megatron.config.groups import Config
 from megatron.config.input_files import KINDS, is_text, path_fault
@@ -84,6 +81,9 @@ class Option:
             if fault or not is_text(text):
                 raise UserError(fault or "holds a character that UTF-8 text cannot hold")
             return text
+        return self._number(text)
+
+    def _number(self, text: str) -> int | float:
         try:
             number = float(text)
         except ValueError:
@@ -139,15 +139,13 @@ def as_word(value: Any) -> str:
 
 @functools.cache
 def _helps() -> dict[str, str]:
-    """The string literal under each field of groups.py and of the bases there."""
+    """The string literal under each field."""
     found: dict[str, str] = {}
-    for module in (groups, experts, latent):
-        tree = ast.parse(Path(inspect.getfile(module)).read_text())
-        for node in tree.body:
-            body: list[Any] = node.body if isinstance(node, ast.ClassDef) else []
-            for field, text in zip(body, body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    found[field.target.id] = " ".join(text.value.value.split())  # type: ignore
+    for group in dataclasses.fields(Config):
+        cls: Any = ast.parse(inspect.getsource(type(group.default))).body[0]
+        for field, text in zip(cls.body, cls.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign):
+                found[field.target.id] = " ".join(text.value.value.split())  # type: ignore
     return found
 
 
@@ -157,14 +155,12 @@ def _option(group: str, field: dataclasses.Field, annotation: Any) -> Option:
     """
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = typing.get_args(annotation) if union else (annotation,)
-    optional = type(None) in members
     (inner,) = [member for member in members if member is not type(None)]
     many = typing.get_origin(inner) is tuple
     if many:
         inner = typing.get_args(inner)[0]
     choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
     kind = type(choices[0]) if choices else inner
-    assert kind in (bool, int, float, str), f"{group}.{field.name}: no flag for {annotation}"
     declared = dict(field.metadata or flag(None).metadata)
     names = (flag_name(field.name), *declared.pop("names"))
     off = declared.pop("off") or flag_name("no_" + field.name)
@@ -178,22 +174,18 @@ def _option(group: str, field: dataclasses.Field, annotation: Any) -> Option:
         kind=kind,
         choices=choices,
         many=many,
-        optional=optional,
+        optional=type(None) in members,
         default=field.default,
         **declared,
     )
 
 
-def _options() -> Iterator[Option]:
-    for group in dataclasses.fields(Config):
-        cls = getattr(groups, str(group.type))
-        hints, own = typing.get_type_hints(cls), inspect.get_annotations(cls)
-        # fields of bases come last
-        for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own):
-            yield _option(group.name, field, hints[field.name])
-
-
-FIELDS = {option.field: option for option in _options()}  # in the order of groups.py
+FIELDS = {  # in the order of groups.py
+    field.name: _option(group.name, field, hints[field.name])
+    for group in dataclasses.fields(Config)
+    for hints in [typing.get_type_hints(type(group.default))]
+    for field in dataclasses.fields(type(group.default))
+}
 
 
 @functools.cache

@@ -57,7 +57,7 @@ class Reading:
     chosen: set[str] = field(default_factory=set)
     set_by: dict[str, str] = field(default_factory=dict)
     commands: dict[str, str] = field(default_factory=dict)
-    foreign: list[compatibility.Answered] = field(default_factory=list)
+    foreign: list[tuple[str, Words, compatibility.CompatibilityRow]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     unsure: set[str] = field(default_factory=set)

@@ -79,6 +79,12 @@ EXCLUSIONS = (
     Exclusion("cuda_graphs", "activation_offload tiled_mlp tensor_model_parallel_size"),
     Exclusion("cuda_graphs", "pipeline_schedule=zero-bubble,zero-bubble-v", fix=TO_1F1B),
     Exclusion(
+        "cuda_graphs",
+        "zero_stage=2,3",
+        ", whose gradient buffers move",
+        "set --zero-stage 0 or 1",
+    ),
+    Exclusion(
         "num_experts",
         "add_bias_linear=True",
         fix="set --disable-bias-linear (--add-qkv-bias keeps the bias of attention)",
@@ -146,6 +152,8 @@ NEEDED = (
     ("moe_router_num_groups", "moe_router_group_topk", "the groups that a token's experts are of"),
     ("group_query_attention", "num_query_groups", "the number of key/value heads"),
     ("recompute", "memory_budget", "the GiB that the plan may need on a device"),
+    ("recompute_method=block", "recompute_num_layers", "the number of layers of each stage"),
+    ("save_retain_interval", "save_interval", "of which it is a multiple"),
     ("tokenizer_type=NullTokenizer", "vocab_size", ""),
     ("tokenizer_type=GPT2BPETokenizer", "vocab_file", ""),
     ("tokenizer_type=GPT2BPETokenizer", "merge_file", ""),

@@ -2,9 +2,9 @@
 
 `resolve` fills in derived values (`derive.py`), then collects the faults of all rules: bounds of
 one field and flags without effect (both declared by the field, `groups.py`), the tables of rules
-between two fields (`rules.py`), and the functions of RULES, which compute something (those of the
-layout in `validate_layout.py`). A rule whose inputs are missing reports nothing: the missing flag
-is a fault already.
+between two fields (`rules.py`), and functions, which compute something: those here, of the model in
+`validate_model.py`, of the layout in `validate_layout.py`. A rule whose inputs are missing reports
+nothing: the missing flag is a fault already.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ from megatron.config.batch_schedule import batch_steps
 from megatron.config.data_paths import parse_blend, parse_split
 from megatron.config.derive import GATED_WIDTH, RunView, derive
 from megatron.config.errors import ArgumentErrors, UserError
-from megatron.config.experts import MOST_LAYERS
 from megatron.config.foreign_checkpoint import foreign_checkpoint
-from megatron.config.fp8 import fp8_faults
 from megatron.config.groups import Config
+from megatron.config.layers import MOST_LAYERS
 from megatron.config.metadata import flag_name
-from megatron.config.offload import LAYER_INPUT
-from megatron.config.recompute import FULL, layer_words
 from megatron.config.rules import (
     NEEDED,
     Faults,
     counts,
-    divisor,
     multiple,
     nearest,
     ranges,
@@ -39,22 +35,8 @@ from megatron.config.rules import (
 )
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
-from megatron.config.validate_layout import (
-    bubble,
-    context_parallel,
-    given,
-    pipeline_schedule,
-    pipeline_split,
-    tensor_parallel,
-    zero,
-)
-from megatron.config.validate_model import (
-    experts,
-    heads_and_positions,
-    latent_attention,
-    layer_patterns,
-    recomputed_parts,
-)
+from megatron.config.validate_layout import LAYOUT_RULES, bubble, given
+from megatron.config.validate_model import MODEL_RULES
 
 
 @dataclass(frozen=True)
@@ -81,10 +63,7 @@ def _bounds(run: RunView) -> Faults:
     if run.has("global_batch_size") and len(run.rampup_batch_size or ()) == 3:
         start, step, _ = run.rampup_batch_size
         increments = (run.global_batch_size - start) // step if step > 0 else 0
-    batch, raised = (
-        "global_batch_size",
-        "raise --micro-batch-size, or give more data-parallel ranks",
-    )
+    batch, raised = "global_batch_size", "raise --micro-batch-size, or use more data-parallel ranks"
     for field, number, most, what, fix in (
         ("num_layers", layers, MOST_LAYERS, "layers", "give fewer"),
         (batch, count, MOST_MICRO_BATCHES, "micro-batches in each step of a rank", raised),
@@ -95,8 +74,6 @@ def _bounds(run: RunView) -> Faults:
             text = f"{number:,} {what}, at most {most:,} are planned for; {fix}"
             yield run.fault(field, text)
 
-
-# ---------------------------------------------------------------- rules between fields
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
@@ -115,13 +92,17 @@ def _freeze(run: RunView) -> Faults:
     try:
         frozen = frozen_units(run.config)
     except UserError as error:
-        yield f"{run.show('freeze')}: {error}"
+        yield run.fault("freeze", str(error))
         return
     if run.decoupled_lr is not None and not run.skip_train and frozen >= {"embedding", "head"}:
-        yield (
-            f"{run.show('decoupled_lr')}: is the learning rate of the embedding and the head, "
-            f"which {run.show('freeze')} freezes; drop one"
+        yield run.fault(
+            "decoupled_lr",
+            "is the learning rate of the embedding and the head, which "
+            f"{run.show('freeze')} freezes; drop one",
         )
+
+
+# ---------------------------------------------------------------- data and tokenizer
 
 
 def _sources(run: RunView) -> Faults:
@@ -133,9 +114,14 @@ def _sources(run: RunView) -> Faults:
         yield f"{kinds[0]}: contradicts {' and '.join(kinds[1:])}; keep one kind of data"
     if by_split and run.train_data_path is None and not run.skip_train:
         yield f"{flag_name(by_split[0])}: --train-data-path is missing"
-    for field in ("data_path", *by_split):
+    try:
+        if run.split is not None:
+            parse_split(run.split)
+    except UserError as error:
+        yield str(error)
+    for field in given(run, "data_path", *by_split):
         try:
-            blend = parse_blend(getattr(run, field) or (), flag_name(field))
+            blend = parse_blend(getattr(run, field), flag_name(field))
         except UserError as error:
             yield str(error)
             continue
@@ -146,11 +132,6 @@ def _sources(run: RunView) -> Faults:
                     f"{flag_name(field)} {prefix}: no such file: {' and '.join(missing)}; give the "
                     "prefix of files from tools/preprocess_data.py"
                 )
-    if run.split is not None:
-        try:
-            parse_split(run.split)
-        except UserError as error:
-            yield str(error)
 
 
 def absent_tokenizer(path: str) -> str:
@@ -184,6 +165,9 @@ def _tokenizer(run: RunView) -> Faults:
         rows = getattr(run, field)
         if not is_rule and None not in (known, rows) and rows < known:
             yield run.fault(field, f"the tokenizer has {known} tokens; give that or more")
+
+
+# ---------------------------------------------------------------- batches and lengths
 
 
 def _batch(run: RunView) -> Faults:
@@ -228,111 +212,31 @@ def _batch_schedule(run: RunView) -> Faults:
         yield run.fault("global_batch_size", text)
 
 
-def _decay_is_read(run: RunView) -> bool:
-    """Whether the length of the decay means anything: at a constant rate only a warm-up that is a
-    share of it does.
-    """
-    return run.decay_kind.decays or run.lr_warmup_fraction is not None
-
-
-def _length(run: RunView) -> Faults:
-    iters, samples = run.train_iters, run.train_samples
+def _lengths(run: RunView) -> Faults:
+    iters, samples, kind = run.train_iters, run.train_samples, run.decay_kind
     if iters is None and samples is None and not run.skip_train:
         yield "--train-iters or --train-samples is required"
     if iters == 0 and not run.skip_train:
         yield "--train-iters 0: nothing would be trained; to evaluate only, set --skip-train"
-    if (iters is None) == (samples is None):
-        return
-    unit, wrong = ("samples", "iters") if iters is None else ("iters", "samples")
-    decays = ("decay", "wsd_decay") if _decay_is_read(run) else ()
-    for part in ("warmup", *decays) if iters or samples else ():
-        if getattr(run, f"lr_{part}_{wrong}"):
-            yield run.fault(
-                f"lr_{part}_{wrong}",
-                f"the run is measured in --train-{unit}; use {flag_name(f'lr_{part}_{unit}')}",
-            )
-
-
-def _schedule(run: RunView) -> Faults:
-    unit = "iters" if run.train_samples is None else "samples"
+    unit, wrong = ("iters", "samples") if samples is None else ("samples", "iters")
+    # at a constant rate the length of the decay counts for a warm-up that is a share of it
+    is_read = kind.decays or run.lr_warmup_fraction is not None
     names = [f"lr_{part}_{unit}" for part in ("warmup", "decay", "wsd_decay")]
+    for name in names if is_read else names[:1]:
+        other = name.replace(unit, wrong)
+        if (iters or samples) and (iters is None) != (samples is None) and getattr(run, other):
+            yield run.fault(other, f"the run is measured in --train-{unit}; use {flag_name(name)}")
     warmup, decay, final = (getattr(run, name) for name in names)
-    if decay and warmup >= decay and _decay_is_read(run):
+    if decay and warmup >= decay and is_read:
         yield run.fault(names[0], f"must be smaller than {run.show(names[1])}")
-    if run.decay_kind.has_final_decay and not final:
+    if kind.has_final_decay and not final:
         text = f"give {flag_name(names[2])}, the length of its final decay"
         yield run.fault("lr_decay_style", text)
-    elif run.decay_kind.has_final_decay and decay and final + (warmup or 0) > decay:
+    elif kind.has_final_decay and decay and final + (warmup or 0) > decay:
         yield run.fault(names[2], f"does not fit into {run.show(names[1])} after the warm-up")
 
 
-def _graphs(run: RunView) -> Faults:
-    if run.cuda_graphs and run.zero_stage >= 2 and run.replicas > 1:
-        yield (
-            f"--cuda-graphs: is not supported with {run.show('zero_stage')}, whose gradient "
-            "buffers move; set --zero-stage 0 or 1"
-        )
-
-
-def _recompute(run: RunView) -> Faults:
-    in_full = run.recompute_granularity == "full"
-    if in_full and run.recompute_method == "block" and run.recompute_num_layers is None:
-        yield (
-            "--recompute-method block: give --recompute-num-layers, the number of layers of each "
-            "stage that are recomputed"
-        )
-    if run.recompute_layers is not None:
-        try:
-            count = len(layer_words(run.recompute_layers))
-            if run.has("num_layers") and count != run.num_layers:
-                text = f"covers {count} layers, not {run.show('num_layers')}"
-                yield run.fault("recompute_layers", text)
-        except UserError as problem:
-            yield f"--recompute-layers: {problem}"
-    if not run.distribute_saved_activations or run.tp <= 1:
-        return
-    if run.has("micro_batch_size", "seq_length", "hidden_size"):
-        elements = run.micro_batch_size * run.seq_length * run.hidden_size // run.cp
-        if elements % run.tp:
-            yield (
-                f"--distribute-saved-activations: the {elements} elements of a layer's input are "
-                f"not a multiple of {run.show('tensor_model_parallel_size')}; drop it"
-            )
-
-
-def _tiled_mlp(run: RunView) -> Faults:
-    """Pieces of the sequence must be equal: ranks communicate in each, and 8-bit floats share
-    scales in blocks of tokens.
-    """
-    if run.tiled_mlp > 1 and run.has("seq_length"):
-        length = run.seq_length // run.cp // (run.tp if run.sequence_parallel else 1)
-        what = f"the {length} positions of the sequence that a rank holds"
-        yield from divisor(run, "tiled_mlp", length, what)
-
-
-def _activation_offload(run: RunView) -> Faults:
-    if not run.activation_offload:
-        return
-    modules = set(run.offload_modules or ())
-    words = set(run.recompute_layers or ())
-    full = run.recompute_granularity == "full"
-    some_whole = full or any(word.partition("*")[0] == FULL for word in words)
-    all_whole = full and run.recompute_method != "block"
-    if run.torch_compile and not all_whole:
-        yield (
-            "--activation-offload: is not supported with --torch-compile, which fixes what a "
-            "layer keeps; drop one, or give --recompute-granularity full"
-        )
-    if "attn_proj" in modules and "core_attn" not in modules:
-        text = "core attention keeps attn_proj's input too; add core_attn"
-        yield run.fault("offload_modules", text)
-    if LAYER_INPUT in modules and not some_whole and run.recompute is None:
-        text = "layer_input needs recomputed layers; add --recompute-granularity full"
-        yield run.fault("offload_modules", text)
-    if modules and LAYER_INPUT not in modules and all_whole:
-        text = "--recompute-granularity full keeps only layer inputs; give layer_input"
-        yield run.fault("offload_modules", text)
-
+# ---------------------------------------------------------------- files and logging
 
 FOLDERS = (
     "save",
@@ -360,16 +264,14 @@ def _cannot_be_made(folder: Path) -> str:
     return ""
 
 
-def _checkpoint(run: RunView) -> Faults:
+def _files(run: RunView) -> Faults:
     if run.load is not None:
         same = run.save is not None and Path(run.load).absolute() == Path(run.save).absolute()
         if foreign := foreign_checkpoint(run.load):
             yield run.fault("load", foreign)
         if not os.path.isdir(run.load) and (not same or run.exit_on_missing_checkpoint):
-            yield run.fault(
-                "load",
-                "no such folder; for a first start give the same folder as --save, or drop --load",
-            )
+            text = "for a first start give the same folder as --save, or drop --load"
+            yield run.fault("load", f"no such folder; {text}")
     if run.pipeline_timeline is not None:
         folder = Path(run.pipeline_timeline).absolute().parent
         if not folder.is_dir():
@@ -380,15 +282,8 @@ def _checkpoint(run: RunView) -> Faults:
     if run.metrics_file is not None:
         if fault := _cannot_be_made(Path(run.metrics_file).absolute().parent):
             yield run.fault("metrics_file", f"its folder {fault}")
-    if run.save_retain_interval is not None and run.save is not None and not run.save_interval:
-        yield run.fault("save_retain_interval", "set --save-interval, of which it is a multiple")
-
-
-def _profile(run: RunView) -> Faults:
-    if not run.profile:
-        return
     outside = [rank for rank in run.profile_ranks if rank < 0 or 0 < run.world <= rank]
-    if outside:
+    if run.profile and outside:
         yield run.fault("profile_ranks", f"there is no rank {outside[0]}; ranks count from 0")
 
 
@@ -397,35 +292,19 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     ranges,
     two_fields,
     _bounds,
-    _profile,
-    tensor_parallel,
-    context_parallel,
-    zero,
-    pipeline_split,
-    pipeline_schedule,
-    layer_patterns,
-    experts,
-    latent_attention,
-    recomputed_parts,
-    heads_and_positions,
-    fp8_faults,
+    *LAYOUT_RULES,
+    *MODEL_RULES,
     _freeze,
     _sources,
     _tokenizer,
     _batch,
     _batch_schedule,
-    _length,
-    _schedule,
-    _graphs,
-    _recompute,
-    _tiled_mlp,
-    _activation_offload,
-    _checkpoint,
+    _lengths,
+    _files,
 )
 
 
-# ---------------------------------------------------------------- words to the user about settings
-# that are valid
+# ---------------------------------------------------------------- remarks on valid settings
 
 
 def _remarks(run: RunView) -> Faults:
@@ -437,14 +316,12 @@ def _remarks(run: RunView) -> Faults:
             "fuses with the bias, is the tanh form: --activation gelu-tanh"
         )
     yield from bubble(run)
-    for moment, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
+    for moment, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
         # half the spacing of bf16 just above a power of two
-        if getattr(run, f"{moment}_dtype") == "bf16" and 1 - getattr(run, beta) < 2**-8:
-            yield (
-                f"{run.show(f'{moment}_dtype')}: with {run.show(beta)} a step changes the "
-                "moment by less than bf16 can hold, so it hardly decays; "
-                f"give {flag_name(beta)} {0.99:g} or less, or keep it in fp32"
-            )
+        if getattr(run, moment) == "bf16" and 1 - getattr(run, beta) < 2**-8:
+            text = "a step changes the moment by less than bf16 can hold, so it hardly decays"
+            fix = f"give {flag_name(beta)} 0.99 or less, or keep it in fp32"
+            yield run.fault(moment, f"with {run.show(beta)} {text}; {fix}")
     if run.has("window_size", "seq_length") and run.window_size >= run.seq_length:
         yield f"{run.show('window_size')} covers {run.show('seq_length')}: full causal attention"
     if run.split is not None and run.mock_data:

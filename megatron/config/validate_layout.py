@@ -38,10 +38,10 @@ def tensor_parallel(run: RunView) -> Faults:
             f"this job; start {nearest(run.world, run.tp * run.cp * run.pp)} (in a dry run, with "
             "--world-size), or give smaller sizes"
         )
+    if not run.has("num_attention_heads", "num_query_groups"):
+        return
     heads, groups = run.num_attention_heads, run.num_query_groups
-    if not run.has("num_attention_heads", "num_query_groups") or (
-        heads % run.tp == 0 and _shares(run.tp, groups)
-    ):
+    if heads % run.tp == 0 and _shares(run.tp, groups):
         return
     ranks = run.world // run.pp if run.world % run.pp == 0 else run.world
     sizes = range(1, min(ranks, heads, 1024) + 1)  # no matrix is shared over more
@@ -67,21 +67,8 @@ def context_parallel(run: RunView) -> Faults:
         )
         return
     ranks, ring = attention_ranks(run.config.distributed)
-    yield from _shared_positions(run, run.cp // ranks, ring)
-    if ranks == 1 or not run.has("num_attention_heads", "num_query_groups"):
-        return
-    heads, groups = run.num_attention_heads // run.tp, max(1, run.num_query_groups // run.tp)
-    if heads % ranks or (groups % ranks and ranks % groups):
-        yield (
-            f"{run.show('cp_comm_type')}: {ranks} ranks do not share out {heads} query and "
-            f"{groups} key/value heads of a tensor-parallel rank; give a number of ranks that "
-            "divides both, or --cp-comm-type allgather or p2p"
-        )
-
-
-def _shared_positions(run: RunView, parts: int, ring: int) -> Faults:
-    """`parts` of a sequence each have a chunk from its front and one from its back."""
-    unit, reason = math.lcm(2 * parts, run.cp), run.show(CP)
+    # each part of a sequence has a chunk from its front and one from its back
+    unit, reason = math.lcm(2 * (run.cp // ranks), run.cp), run.show(CP)
     if run.sequence_parallel:
         unit = math.lcm(unit, run.cp * run.tp)
     if ring > 1 and run.attention_dropout:
@@ -89,6 +76,15 @@ def _shared_positions(run: RunView, parts: int, ring: int) -> Faults:
         reason = f"--attention-dropout in a ring of {ring} ranks, four keys at a time"
     if run.has("seq_length"):
         yield from multiple(run, "seq_length", unit, f"{unit} with {reason}")
+    if ranks == 1 or not run.has("num_attention_heads", "num_query_groups"):
+        return
+    heads, groups = run.num_attention_heads // run.tp, max(1, run.num_query_groups // run.tp)
+    if heads % ranks or not _shares(ranks, groups):
+        yield (
+            f"{run.show('cp_comm_type')}: {ranks} ranks do not share out {heads} query and "
+            f"{groups} key/value heads of a tensor-parallel rank; give a number of ranks that "
+            "divides both, or --cp-comm-type allgather or p2p"
+        )
 
 
 def zero(run: RunView) -> Faults:
@@ -127,7 +123,7 @@ def pipeline_split(run: RunView) -> Faults:
     elif any(getattr(run, field) <= 0 for field in given(run, _PER_VIRTUAL, _VIRTUAL, *_UNEVEN)):
         return  # faults of their bounds
     elif given(run, _LAYOUT):
-        yield from _auto(run) if run.pipeline_model_parallel_layout == AUTO else _drawn(run)
+        yield from _drawn(run)
     else:
         yield from _uneven(run) if given(run, *_UNEVEN) else _even(run)
 
@@ -146,17 +142,16 @@ def _instead(run: RunView) -> str:
     return f"{flag_name(_LAYOUT)} auto alone" if fits else "fewer pipeline ranks"
 
 
-def _auto(run: RunView) -> Faults:
-    shown, stages = _stages(run)
-    units = run.num_layers + 2
-    if stages > units:
-        yield (
-            f"{shown}: more stages than the {units} units of --num-layers {run.num_layers} "
-            f"(embedding, layers, head); give at most {units} stages"
-        )
-
-
 def _drawn(run: RunView) -> Faults:
+    shown, stages = _stages(run)
+    if run.pipeline_model_parallel_layout == AUTO:
+        units = run.num_layers + 2
+        if stages > units:
+            yield (
+                f"{shown}: more stages than the {units} units of --num-layers {run.num_layers} "
+                f"(embedding, layers, head); give at most {units} stages"
+            )
+        return
     try:
         counts = parse_layout(run.pipeline_model_parallel_layout)
     except UserError as problem:
@@ -164,13 +159,11 @@ def _drawn(run: RunView) -> Faults:
         return
     if sum(counts) != run.num_layers:
         yield run.fault(_LAYOUT, f"has {sum(counts)} layers (t), not {run.show('num_layers')}")
-    stages = len(counts)
-    if stages % run.pp:
-        yield run.fault(_LAYOUT, f"has {stages} stages, not a multiple of {run.show(PP)}")
-    elif stages != run.pp * run.num_virtual_stages_per_pipeline_rank:
-        yield run.fault(
-            _LAYOUT, f"has {stages} stages, which contradicts {run.show(_VIRTUAL)}; drop that"
-        )
+    if len(counts) % run.pp:
+        yield run.fault(_LAYOUT, f"has {len(counts)} stages, not a multiple of {run.show(PP)}")
+    elif len(counts) != stages:
+        text = f"has {len(counts)} stages, which contradicts {run.show(_VIRTUAL)}; drop that"
+        yield run.fault(_LAYOUT, text)
 
 
 def _even(run: RunView) -> Faults:
@@ -182,8 +175,7 @@ def _even(run: RunView) -> Faults:
     counted = " and ".join(map(flag_name, given(run, *_COUNTED)))
     with_them = f" ({layers} with those of {counted})" if counted else ""
     if layers % unit:
-        counted_parts = layers - run.num_layers
-        near = nearest(layers, unit) - counted_parts
+        near = nearest(layers, unit) - (layers - run.num_layers)
         yield (
             f"--num-layers {run.num_layers}{with_them}: must be a multiple of {divisor}; the "
             f"nearest is {near}, or give {_instead(run)}"
@@ -205,10 +197,9 @@ def _uneven(run: RunView) -> Faults:
         return
     shown = " and ".join(map(run.show, given(run, *_UNEVEN)))
     divided = f", each number divisible by {run.show(_VIRTUAL)}" if virtual > 1 else ""
-    instead = _instead(run)
     yield (
-        f"{shown}: leave {rest} of --num-layers {run.num_layers} to {others} other pipeline "
-        f"rank(s), which must share them evenly{divided}; change the numbers, or give {instead}"
+        f"{shown}: leave {rest} of --num-layers {run.num_layers} to {others} other pipeline rank(s)"
+        f", which must share them evenly{divided}; change the numbers, or give {_instead(run)}"
     )
 
 
@@ -223,19 +214,20 @@ def pipeline_schedule(run: RunView) -> Faults:
     takes = SCHEDULES[run.pipeline_schedule].virtual
     sources = [each for each in given(run, _LAYOUT, _PER_VIRTUAL) if getattr(run, each) != AUTO]
     source = run.show(sources[0] if sources else _VIRTUAL)
+    text = ""
     if takes is None and virtual == 1:
-        yield run.fault(
-            "pipeline_schedule",
+        text = (
             "needs several stages on each pipeline rank; give "
-            "--num-virtual-stages-per-pipeline-rank 2, or --pipeline-schedule 1f1b",
+            "--num-virtual-stages-per-pipeline-rank 2, or --pipeline-schedule 1f1b"
         )
     elif takes is not None and takes != virtual:
         other = "interleaved" if takes == 1 else "another"
-        yield run.fault(
-            "pipeline_schedule",
+        text = (
             f"takes {takes} stage(s) on each pipeline rank, and {source} makes {virtual}; change "
-            f"that, or give --pipeline-schedule {other}",
+            f"that, or give --pipeline-schedule {other}"
         )
+    if text:
+        yield run.fault("pipeline_schedule", text)
 
 
 def bubble(run: RunView) -> Faults:
@@ -248,3 +240,6 @@ def bubble(run: RunView) -> Faults:
             f"{count} micro-batch(es) for {run.pp} pipeline ranks leave (P-1)/(m+P-1) = {idle:.0%} "
             "of a step idle under 1f1b; a larger one leaves less",
         )
+
+
+LAYOUT_RULES = (tensor_parallel, context_parallel, zero, pipeline_split, pipeline_schedule)

@@ -11,7 +11,8 @@ import torch
 
 from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.errors import UserError
-from megatron.config.groups import GATED, Config, PrecisionConfig
+from megatron.config.groups import Config, PrecisionConfig
+from megatron.config.model import GATED
 from megatron.kernels import grouped_gemm, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_backward import why_not_atomic

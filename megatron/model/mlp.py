@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.groups import ACTIVATIONS, GATED, ModelConfig
+from megatron.config.model import ACTIVATIONS, GATED, ModelConfig
 from megatron.kernels.activation import FUNCTIONS, GATES, activation_backward
 from megatron.kernels.activation import activation as activation_forward
 from megatron.model.linear import ColumnLinear, RowLinear
@@ -27,7 +27,7 @@ def check_tables() -> None:
     # At import, so that an incomplete entry is found before a run is.
     for incomplete in sorted((ACTIVATIONS.keys() ^ FUNCTIONS.keys()) | (gated ^ GATES.keys())):
         raise KeyError(
-            f"--activation {incomplete}: needs an entry of ACTIVATIONS in config/groups.py, and of "
+            f"--activation {incomplete}: needs an entry of ACTIVATIONS in config/model.py, and of "
             "FUNCTIONS (and GATES, if it is gated) in kernels/activation.py"
         )
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.groups import ModelConfig, TrainingConfig
-from megatron.config.offload import INSIDE, LAYER_INPUT
-from megatron.config.recompute import FULL, NONE, layer_words
+from megatron.config.recompute import FULL, INSIDE, LAYER_INPUT, NONE, layer_words
 
 
 def always_rebuilt(model: ModelConfig) -> frozenset[str]:

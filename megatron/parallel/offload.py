@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron.config.offload import LAYER_INPUT
+from megatron.config.recompute import LAYER_INPUT
 from megatron.distributed.groups import ALONE, Axis
 from megatron.model.layer import Layer, MicroBatch
 from megatron.model.linear import WeightGrad

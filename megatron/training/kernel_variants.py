@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from megatron.config.derive import attention_ranks, expert_ranks
-from megatron.config.groups import GATED, Config
+from megatron.config.groups import Config
 from megatron.config.layers import LayerRecord, layer_records
+from megatron.config.model import GATED
 from megatron.kernels.dispatch import Choice
 from megatron.kernels.self_check import Variant
 from megatron.model.attention.attention import OURS, is_projection_read
@@ -277,11 +278,10 @@ def _fp8(shape: RunShape) -> Settings:
     # Hybrid: gradients have a wider range and fewer bits than activations and weights.
     gradient = "float8_e5m2" if precision.fp8_format == "hybrid" else "float8_e4m3fn"
     sizes = {"rows": alike(shape.tokens, 128), "width": model.hidden_size}
-    scaling = SCALINGS[precision.fp8_recipe]
     return [
         (
             f"fp8 {'tiles' if turned else 'rows'}",
-            sizes | {"scaling": scaling, "transposed": turned, "to": to},
+            sizes | {"scaling": SCALINGS[precision.fp8_recipe], "transposed": turned, "to": to},
         )
         for to in sorted({"float8_e4m3fn", gradient})
         for turned in (False, True)

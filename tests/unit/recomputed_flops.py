@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.groups import GATED, ModelConfig
+from megatron.config.model import GATED, ModelConfig
 from megatron.model.arithmetic import elements, unit_flops
 from megatron.model.layer import layer_parameters
 from megatron.model.recompute import LayerRecompute, always_rebuilt

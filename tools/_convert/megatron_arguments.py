@@ -19,9 +19,8 @@ from megatron.tools._convert.pickles import Record, state_of
 
 from megatron.config.compatibility import recorded_names
 from megatron.config.errors import UserError
-from megatron.config.groups import ModelConfig
-from megatron.config.latent import yarn_scale
 from megatron.config.metadata import flag_name
+from megatron.config.model import ModelConfig, yarn_scale
 
 # taken over under the same name where they are there
 SAME = """num_layers hidden_size ffn_hidden_size num_attention_heads max_position_embeddings

@@ -23,7 +23,7 @@ from megatron.tools._convert.mp_ranks import join_ranks
 from megatron.tools._convert.pickles import Record, namespace, state_of
 
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.config.groups import GATED, ModelConfig
+from megatron.config.model import GATED, ModelConfig
 
 INNER = {
     "input_layernorm": "input_layernorm",

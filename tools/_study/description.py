@@ -19,10 +19,15 @@ from typing import Any
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError, shortened
 from megatron.config.groups import Config
-from megatron.config.input_files import SETTINGS_LIMIT, InputError, decode, read_bytes
+from megatron.config.input_files import (
+    SETTINGS_LIMIT,
+    InputError,
+    decode,
+    parse_yaml,
+    read_bytes,
+)
 from megatron.config.options import options_by_flag
 from megatron.config.validate import resolve
-from megatron.config.yaml_text import parse_yaml
 
 WORLD, MEMORY, NAME = "world-size", "memory-limit", "name"  # keys of a row that are no flags
 LAUNCHERS = ("local", "sbatch")

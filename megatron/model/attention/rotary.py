@@ -13,8 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.config.groups import ModelConfig
-from megatron.config.latent import yarn_scale
+from megatron.config.model import ModelConfig, yarn_scale
 from megatron.kernels.rotary import rotary_
 
 Rotary = tuple[Tensor, Tensor]

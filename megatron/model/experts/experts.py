@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.groups import GATED, ModelConfig
+from megatron.config.model import GATED, ModelConfig
 from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
 from megatron.model.linear import DEFERRED, WeightGrad
 from megatron.model.main_grad import accumulate_weight_grad, wgrad_gemm

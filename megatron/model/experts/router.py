@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.config.experts import Balancing
-from megatron.config.groups import ModelConfig
+from megatron.config.model import Balancing, ModelConfig
 from megatron.distributed.collectives import all_gather, all_reduce
 from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import philox

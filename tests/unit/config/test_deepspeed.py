@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from rule_rows import answers, check_fields
+from config_lines import check_fields, rows
 
 from megatron.config.arguments import Parsed, parse_arguments
 from megatron.config.errors import ArgumentErrors
@@ -48,7 +48,7 @@ optimizer.type="AdamW" optimizer.params.betas=[0.9,0.999] optimizer.params.max_g
     note fp32_allreduce = false: off here too
     note communication_data_type = null: not set
     note enabled = true: equals --bf16
-    note equals --adam-beta1; equals --adam-beta2
+    note betas[1] = 0.999: equals --adam-beta2
     note equals --clip-grad
 communication_data_type="fp32" fp32_allreduce=true fp16.loss_scale_window=7
     note equals no --grad-reduce-in-bf16
@@ -94,10 +94,10 @@ compression_training.weight_quantization.shared_parameters=1
 # values of a wrong kind
 fp16.enabled=true fp16.initial_scale_power=99999 bf16.enabled=1 zero_optimization.stage={"a":1} \
 optimizer.type=1 optimizer.params.betas=1
-    fault too large
+    fault --initial-loss-scale must be from 2**-126 to 2**127
     fault bf16.enabled = 1: --bf16: expected true or false
-    fault expected a single value, found an object
-    fault expected text
+    fault --zero-stage: expected a number
+    fault --optimizer: expected a string
     fault expected a list of two numbers
 
 # values that no flag gives
@@ -157,7 +157,7 @@ fp16={"enabled":true,"loss_scale":0,"initial_scale_power":11} | --fp16 --initial
     note equals no --loss-scale
     note equals --initial-loss-scale
 gradient_accumulation_steps=2 | @ --dry-run --world-size 8 --tensor-model-parallel-size 2
-    note on 4 data-parallel rank(s)
+    note gradient_accumulation_steps = 2: equals --global-batch-size
 gradient_accumulation_steps=1 | @ --dry-run --world-size 8 --tensor-model-parallel-size 2
     fault contradicts --global-batch-size 16; give --global-batch-size 8 or change the file
 communication_data_type="bf16" | @ --grad-reduce-in-bf16
@@ -196,7 +196,7 @@ activation_checkpointing.cpu_checkpointing=true | @ --checkpoint-activations
 """.replace("\\\n", "")
 
 
-@pytest.mark.parametrize("line, wanted", answers(ROWS, "note", "fault"))
+@pytest.mark.parametrize("line, wanted", rows(ROWS, "note", "fault"))
 def test_keys(tmp_path, line, wanted):
     settings, _, flags = line.partition(" | ")
     parsed, faults = read(tmp_path, nested(settings), flags.replace("@", FLAGS) or FLAGS)
@@ -207,7 +207,7 @@ def test_keys(tmp_path, line, wanted):
         notes = [note for note in parsed.notes if note.startswith("DeepSpeed's")]
         for text in wanted.get("note", []):
             assert any(text in note for note in notes), notes
-        check_fields(parsed.config, wanted.get("field", []))
+        check_fields(parsed.config, wanted.get("", []))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_keys(tmp_path, line, wanted):
         ("{", "cannot be read"),
         ('{"a": ' * 100 + "1" + "}" * 100, "nested deeper than 64 levels"),
         ('{"bf16": {"enabled": true}, "bf16": {"enabled": false}}', "the key 'bf16' occurs twice"),
-        ({"zero_optimization.stage": 0}, "a key with a dot is no section with a setting"),
+        ({"zero_optimization.stage": 0}, "a key with a dot is no section"),
         ({"gradient_accumulation_steps": 10**4000}, "a number"),
         ('{"train_batch_size": "\\ud800"}', "half of a surrogate pair"),
         ({f"key {number}": 1 for number in range(100)}, "and 80 more faults"),
@@ -230,7 +230,7 @@ def test_contents_that_are_no_settings(tmp_path, content, fault):
 @pytest.mark.parametrize(
     "settings, flags",
     [
-        ("optimizer.params.betas=[0.8,0.99]", "--adam-beta1 0.9 --adam-beta2 0.999"),
+        ("optimizer.params.betas=[0.8,0.999]", "--adam-beta1 0.9"),
         ('fp16={"enabled":true,"loss_scale_window":500}', "--fp16 --loss-scale-window 1000"),
         ('zero_optimization.offload_param.device="cpu"', "--no-param-cpu-offload"),
         ('communication_data_type="bf16"', "--no-grad-reduce-in-bf16"),

@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from config_lines import check_fields, rows
 from launch_scripts import Script, scripts
-from rule_rows import answers, check_fields
 
 from megatron.config.arguments import Parsed, parse_arguments
 from megatron.config.errors import ArgumentErrors
@@ -105,11 +105,11 @@ qwen2_5/run_mcore_qwen.sh
 """
 
 
-@pytest.mark.parametrize("path, wanted", answers(MEANING))
+@pytest.mark.parametrize("path, wanted", rows(MEANING))
 def test_the_meaning_of_some_scripts(folder, path, wanted):
     script = next(script for script in SCRIPTS if script.path.endswith(path))
     given = parsed(script, folder, edited=True).config
-    check_fields(resolve(given, script.ranks, script.vocabulary).config, wanted["field"])
+    check_fields(resolve(given, script.ranks, script.vocabulary).config, wanted[""])
 
 
 def presets() -> list[str]:

@@ -1,18 +1,33 @@
-"""The record of each layer: windows and rotary positions of some layers, with Megatron-LM's
-meaning.
+"""The record of each layer: experts, windows and rotary positions of some layers, with
+Megatron-LM's meaning.
 """
 
 from __future__ import annotations
 
 import pytest
 
+from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
-from megatron.config.layers import layer_records, widest_window, windows_of
+from megatron.config.layers import expert_pattern, layer_records, widest_window, windows_of
 
 
 def model(layers: int = 8, **fields) -> ModelConfig:
     rotary = {"position_embedding_type": "rope"}
     return ModelConfig(num_layers=layers, window_size=128, **(rotary | fields))
+
+
+@pytest.mark.parametrize(
+    "text, layers, expected",
+    [("1", 3, "111"), ("2", 5, "10101"), ("([0]*3+[1]*2)", 5, "00011"), ("2*[0,1]", 4, "0101")],
+)
+def test_which_layers_have_experts(text, layers, expected):
+    assert expert_pattern(text, layers) == tuple(digit == "1" for digit in expected)
+
+
+@pytest.mark.parametrize("text", ["[2]", "[1]*10**9", "[0]*99999999", "x", "", "-1", "[[1]]"])
+def test_another_pattern_is_refused(text):
+    with pytest.raises(UserError):
+        expert_pattern(text, 4)
 
 
 @pytest.mark.parametrize(

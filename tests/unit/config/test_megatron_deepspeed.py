@@ -1,15 +1,19 @@
-"""Flags of Megatron-DeepSpeed that are read together: lengths in tokens, and its experts."""
+"""Flags of Megatron-DeepSpeed and its forks that are read together or with a file: lengths in
+tokens, experts, lists of data, rows in addition to a vocabulary.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
-from rule_rows import answers, check_fields
+from config_lines import check_fields, rows
 
 from megatron.config.arguments import Parsed, parse_arguments
 from megatron.config.errors import ArgumentErrors
-from megatron.config.experts import expert_pattern
+from megatron.config.groups import Config
+from megatron.config.layers import expert_pattern
 from megatron.config.validate import resolve
 
 BASE = (
@@ -56,10 +60,10 @@ EXPERTS = """
 """
 
 
-@pytest.mark.parametrize("flags, wanted", answers(EXPERTS))
+@pytest.mark.parametrize("flags, wanted", rows(EXPERTS))
 def test_experts(flags, wanted):
     given = parsed(f"--num-experts 4 {flags}").config
-    check_fields(resolve(given, 1, 101).config, wanted["field"])
+    check_fields(resolve(given, 1, 101).config, wanted[""])
 
 
 def test_its_experts_are_not_divided_by_tensor_parallel_ranks():
@@ -133,3 +137,68 @@ def test_tokens_and_iterations_need_one_batch_size():
     flags = "--train-tokens 6400 --train-iters 9"
     (found,) = [line for line in faults(flags, BASE) if line.startswith("--train-tokens")]
     assert found.endswith("needs a --global-batch-size of one size")
+
+
+# ---------------------------------------------------------------- files that such flags name
+
+
+def settings(*words: str) -> Config:
+    return parse_arguments(list(words)).config
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ArgumentErrors) as caught:
+        settings(*words)
+    return "\n".join(caught.value.faults)
+
+
+@pytest.mark.parametrize(
+    "flag, text",
+    [
+        ("--data-args-path", "0.25 a\n0.75   b\n"),
+        ("--data-file-list", "0.25 a web\n\n0.75 b books\n"),
+    ],
+)
+def test_lists_of_data(tmp_path, flag, text):
+    (tmp_path / "list").write_text(text)
+    line = ["--data-path", "0.25", "a", "0.75", "b"]
+    assert settings(flag, str(tmp_path / "list")) == settings(*line)
+    assert "contradicts --data-path a" in refusal("--data-path", "a", flag, str(tmp_path / "list"))
+
+
+def test_a_list_for_each_split(tmp_path):
+    path = tmp_path / "lists.json"
+    path.write_text(json.dumps({"train": ["0.25", "a", 0.75, "b"], "valid": "c", "test": ["d"]}))
+    line = "--train-data-path 0.25 a 0.75 b --valid-data-path c --test-data-path d"
+    assert settings("--per-split-data-args-path", str(path)) == settings(*line.split())
+
+
+@pytest.mark.parametrize(
+    "flag, text, fault",
+    [
+        ("--data-args-path", "", "no value follows it"),
+        ("--data-file-list", "0.5 a web more\n", "line 1: expected a weight, a prefix and"),
+        ("--per-split-data-args-path", "0.5 a", "not JSON"),
+        ("--per-split-data-args-path", '{"dev": ["a"]}', "under train, valid, test, found 'dev'"),
+    ],
+)
+def test_lists_that_cannot_be_read(tmp_path, flag, text, fault):
+    (tmp_path / "list").write_text(text)
+    given = refusal(flag, str(tmp_path / "list"))
+    assert given.startswith(f"{flag} ") and fault in given
+    assert "takes one file" in refusal(flag) and "No such file" in refusal(flag, "absent")
+
+
+@pytest.mark.parametrize("where", ["tokenizer.json", "."])
+def test_rows_in_addition_to_a_vocabulary(tmp_path, where):
+    """The fork counts the model's own vocabulary, without added tokens: Qwen2.5 has 151,643 of
+    these, and with 421 more its 152,064 rows.
+    """
+    vocabulary = {"model": {"vocab": {str(k): k for k in range(1003)}}, "added_tokens": [{}] * 22}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    line = ["--tokenizer-model", str(tmp_path / where), "--extra-vocab-size"]
+    assert settings(*line, "421").model.padded_vocab_size == 1424
+    assert settings(*line, "0").model.padded_vocab_size is None
+    assert "expected a whole number of 0 or more" in refusal(*line, "-1")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "which is not a tokenizer.json" in refusal(*line, "421")

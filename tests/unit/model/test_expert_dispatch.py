@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from unit.by_hand import filled
 
 from megatron.config.groups import ModelConfig
-from megatron.config.offload import INSIDE
+from megatron.config.recompute import INSIDE
 from megatron.model.experts.dispatch import AllGather, AllToAll
 from megatron.model.experts.router import first_choices
 from megatron.model.gpt import GPTModel

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from unit.model.made import linear, norm
 
-from megatron.config.groups import ACTIVATIONS, ModelConfig
+from megatron.config.model import ACTIVATIONS, ModelConfig
 from megatron.model import main_grad as main_grad_module
 from megatron.model import mlp
 from megatron.model.attention import attention

@@ -25,7 +25,7 @@ from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
 from unit.recomputed_flops import flops_again
 from unit.storages import Storages, no_collector
 
-from megatron.config.groups import GATED
+from megatron.config.model import GATED
 from megatron.model.recompute import WHOLE, stage_recompute
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind

@@ -17,7 +17,7 @@ from unit.storages import Storages
 from unit.zero.measure import launches_of_nothing
 
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.config.offload import INSIDE
+from megatron.config.recompute import INSIDE
 from megatron.model import layer as model_layer
 from megatron.model.gpt import GPTModel
 from megatron.model.recompute_context import RecomputeContext
