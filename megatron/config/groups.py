@@ -238,14 +238,14 @@ class DecayKind(NamedTuple):
     """
 
     decays: bool  # to --min-lr
-    has_final_decay: bool = False  # of --lr-wsd-decay-iters or -samples
+    has_final_decay: bool  # of --lr-wsd-decay-iters or -samples
 
 
 LR_DECAYS = {
-    "constant": DecayKind(decays=False),
-    "linear": DecayKind(decays=True),
-    "cosine": DecayKind(decays=True),
-    "inverse-square-root": DecayKind(decays=True),
+    "constant": DecayKind(decays=False, has_final_decay=False),
+    "linear": DecayKind(decays=True, has_final_decay=False),
+    "cosine": DecayKind(decays=True, has_final_decay=False),
+    "inverse-square-root": DecayKind(decays=True, has_final_decay=False),
     "WSD": DecayKind(decays=True, has_final_decay=True),
 }
 FINAL_DECAYS = ("exponential", "linear", "cosine", "minus_sqrt")
