@@ -52,12 +52,11 @@ class Clock:
     """Seconds that tests have used; ends a test that hangs."""
 
     def __init__(self) -> None:
-        self.used: dict[str, float] = defaultdict(float)  # by folder
         self.cpu: dict[str, float] = defaultdict(float)  # by test
+        self.wall: dict[str, float] = defaultdict(float)
         # CPU seconds with those of descendants when they were last read, and of this process then
         self.scanned, self.own_then = cpu_seconds(), time.process_time()
         self.begun = self.own = 0.0  # when the test began: the time, CPU seconds of this process
-        self.slow: dict[str, float] = defaultdict(float)  # by test
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item):
@@ -104,53 +103,38 @@ class Clock:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Also of tests that ran in another process of pytest-xdist."""
-        self.used[folder_of(TESTS.parent / report.nodeid.split("::")[0])] += report.duration
-        self.slow[report.nodeid] += report.duration
+        self.wall[report.nodeid] += report.duration
         # the report of a process that crashed has none
         self.cpu[report.nodeid] += getattr(report, "cpu_seconds", 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        load, cpu = os.getloadavg()[2], defaultdict(float)
-        for name, seconds in self.cpu.items():
-            cpu[folder_of(TESTS.parent / name.split("::")[0])] += seconds
+        load = os.getloadavg()[2]
         terminalreporter.section(
             f"CPU minutes and minutes by folder; load of the last 15 minutes: {load:.1f}"
         )
-        for folder, seconds in sorted(self.used.items()):
-            terminalreporter.line(f"{cpu[folder] / 60:6.2f} {seconds / 60:6.2f}  tests/{folder}")
-        terminalreporter.line(
-            f"{sum(cpu.values()) / 60:6.2f} {sum(self.used.values()) / 60:6.2f}  together"
-        )
-        for name, seconds in sorted(self.slow.items(), key=lambda test: -test[1]):
+        minutes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for name, seconds in self.wall.items():
+            folder = folder_of(TESTS.parent / name.split("::")[0])
+            for total in (minutes[f"tests/{folder}"], minutes["together"]):
+                total[0] += self.cpu[name] / 60
+                total[1] += seconds / 60
+        for folder, (cpu, wall) in sorted(minutes.items()):
+            terminalreporter.line(f"{cpu:6.2f} {wall:6.2f}  {folder}")
+        for name, seconds in sorted(self.wall.items(), key=lambda test: -test[1]):
             if seconds > SLOW_SECONDS:
                 terminalreporter.line(f"{seconds:6.0f} s, above {SLOW_SECONDS}: {name}")
         if file := terminalreporter.config.getoption("times"):
             times = {
                 name: {"cpu_seconds": round(self.cpu[name], 2), "seconds": round(seconds, 2)}
-                for name, seconds in self.slow.items()
+                for name, seconds in self.wall.items()
             }
             Path(file).write_text(json.dumps(times, indent=1))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--shard",
-        metavar="K/N",
-        help=(
-            "every N-th test, from the K-th on: what is compiled for a GPU takes several processes"
-        ),
-    )
-    parser.addoption(
         "--times", metavar="FILE", help="write each test's CPU seconds and seconds as JSON"
     )
-
-
-def shard_of(items: list[pytest.Item], shard: str) -> list[pytest.Item]:
-    """Raises pytest.UsageError for what is no K/N with 1 <= K <= N."""
-    first, _, step = shard.partition("/")
-    if not (first.isdigit() and step.isdigit() and 1 <= int(first) <= int(step)):
-        raise pytest.UsageError(f"--shard {shard}: expected K/N, as in 1/4 to 4/4")
-    return items[int(first) - 1 :: int(step)]
 
 
 def give_way() -> None:
@@ -181,8 +165,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_tables(items)
-    if config.getoption("shard"):
-        items[:] = shard_of(items, config.getoption("shard"))
     if hasattr(config, "workerinput"):  # a process of pytest-xdist
         items[:] = longest_first(items)
     for item in items:

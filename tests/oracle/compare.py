@@ -1,4 +1,4 @@
-"""The program against the oracle: what differs in a case, as text.
+"""The program against the oracle: what differs in a case.
 
     differences(case)               # [] when the program is right
     differences(case, gloo_world)   # a case of several ranks
@@ -27,6 +27,7 @@ import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from oracle.cases import Case
@@ -57,6 +58,16 @@ PRINTED = {  # relative and absolute
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
+class Difference(NamedTuple):
+    """What is not as expected. `is_exact`: no tolerance applies to it, as to a count, a rate or a
+    row; else `size` is relative.
+    """
+
+    text: str
+    is_exact: bool = True
+    size: float = 0.0
+
+
 def narrow_bound(precision: str, layers: int) -> float:
     """Relative difference that two narrow computations of a gradient may have. A pass through L
     layers rounds about 12 L + 4 times (norm 2, projection, rotary, scores, probabilities, context,
@@ -82,8 +93,8 @@ def expected(case: Case) -> list[Outcome]:
     return outcomes
 
 
-def differences(case: Case, gloo_world: Callable | None = None) -> list[str]:
-    """Run the program and the oracle; every difference as text. `gloo_world` is the fixture,
+def differences(case: Case, gloo_world: Callable | None = None) -> list[Difference]:
+    """Run the program and the oracle; every difference. `gloo_world` is the fixture,
     needed for several ranks.
     """
     found = []
@@ -96,9 +107,10 @@ def differences(case: Case, gloo_world: Callable | None = None) -> list[str]:
             try:
                 seen = run_program(argv, own, layout, world)
             except Exception as error:
-                return [*found, f"run {number}: {type(error).__name__}: {error}"]
+                return [*found, Difference(f"run {number}: {type(error).__name__}: {error}")]
             for differ in (rows_differ, console_differs, weights_differ):
-                found += [f"run {number}: {text}" for text in differ(case, argv, outcome, seen)]
+                for each in differ(case, argv, outcome, seen):
+                    found.append(each._replace(text=f"run {number}: {each.text}"))
     return found
 
 
@@ -139,20 +151,22 @@ def moved_by(outcome: Outcome) -> tuple[float, int]:
     return math.sqrt(squares), sum(way.numel() for way in ways)
 
 
-def rows_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> list[str]:
+def rows_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> list[Difference]:
     """metrics.jsonl."""
     bound, found = number_bound(case, argv, outcome), []
     if outcome.rows.keys() != seen.rows.keys():
-        found.append(f"rows of iterations {sorted(seen.rows)}, expected {sorted(outcome.rows)}")
+        expected_rows = f"expected {sorted(outcome.rows)}"
+        found.append(Difference(f"rows of iterations {sorted(seen.rows)}, {expected_rows}"))
     for iteration, row in outcome.rows.items():
         got = seen.rows.get(iteration, {})
         extra = [name for name in got if name.startswith(UNEXPECTED) and name not in row]
-        found += [f"iteration {iteration}: {name} {got[name]} is not expected" for name in extra]
+        for name in extra:
+            found.append(Difference(f"iteration {iteration}: {name} {got[name]} is not expected"))
         for name, value in row.items():
             if name in ("params-norm", "num-zeros") and noise_in(argv):
                 continue
             if not close(got.get(name), value, tolerance(name, value, bound)):
-                found.append(f"iteration {iteration}: {name} {got.get(name)!r}, expected {value!r}")
+                found.append(number_off(f"iteration {iteration}: ", name, got.get(name), value))
     return found
 
 
@@ -167,12 +181,12 @@ def tolerance(name: str, value: float, bound: float) -> float:
     return bound
 
 
-def console_differs(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> list[str]:
+def console_differs(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> list[Difference]:
     """The lines of training and of evaluations, to the digits that they print."""
     bound, found = number_bound(case, argv, outcome), []
     if outcome.counts.keys() != seen.console.keys():
         lines = f"{sorted(seen.console)}, expected {sorted(outcome.counts)}"
-        found.append(f"console lines of iterations {lines}")
+        found.append(Difference(f"console lines of iterations {lines}"))
     expected_lines = {
         (iteration, name): value
         for iteration, row in outcome.rows.items()
@@ -180,19 +194,29 @@ def console_differs(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -
         if name.startswith(("lm loss validation", "lm loss test"))
     }
     for iteration, name in seen.evaluations.keys() ^ expected_lines.keys():
-        found.append(f"iteration {iteration}: {name} is on the console alone, or missing there")
+        text = f"iteration {iteration}: {name} is on the console alone, or missing there"
+        found.append(Difference(text))
     for (iteration, name), value in seen.evaluations.items():
         wanted = expected_lines.get((iteration, name), value)
         if not close(value, wanted, tolerance(name, wanted, bound) + LAST_DIGIT):
-            found.append(f"iteration {iteration}: the console's {name} {value}, expected {wanted}")
+            found.append(number_off(f"iteration {iteration}: the console's ", name, value, wanted))
     for iteration, counts in outcome.counts.items():
         row = {**outcome.rows[iteration], **counts}
         for name, value in seen.console.get(iteration, {}).items():
             relative, absolute = PRINTED.get(name, (0.0, 0.0))
             if not close(value, row[name], relative + tolerance(name, row[name], bound), absolute):
-                text = f"the console's {name} {value!r}, expected {row[name]!r}"
-                found.append(f"iteration {iteration}: {text}")
+                where = f"iteration {iteration}: the console's "
+                found.append(number_off(where, name, value, row[name]))
     return found
+
+
+def number_off(where: str, name: str, got: float | None, value: float) -> Difference:
+    """A number that is not close to the expected one."""
+    text = f"{where}{name} {got!r}, expected {value!r}"
+    if got is None or not (math.isfinite(got) and math.isfinite(value)):
+        return Difference(text)
+    size = abs(got - value) / max(abs(got), abs(value))
+    return Difference(text, name in COUNTS | RATES, size)
 
 
 def close(got: float | None, value: float, relative: float, absolute: float = 0.0) -> bool:
@@ -213,11 +237,12 @@ def noise_in(argv: list[str]) -> tuple[str, ...]:
     return ("attention.k.bias",)
 
 
-def weights_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> list[str]:
+def weights_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> list[Difference]:
     """The checkpoint's weights."""
     weights = outcome.state.weights
     if seen.weights.keys() != weights.keys():
-        return [f"weights differ in name: {sorted(seen.weights.keys() ^ weights.keys())}"]
+        names = sorted(seen.weights.keys() ^ weights.keys())
+        return [Difference(f"weights differ in name: {names}")]
     near, (moved, _) = weight_bound(case, argv), moved_by(outcome)
     roundings = ROUNDOFF["fp32"] * outcome.state.iteration  # of masters, one a step
     found = []
@@ -226,9 +251,12 @@ def weights_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) ->
             continue
         got, norm = seen.weights[name].double(), float(w.detach().norm())
         if got.shape != w.shape:
-            found.append(f"{name} has shape {tuple(got.shape)}, expected {tuple(w.shape)}")
+            shapes = f"{tuple(got.shape)}, expected {tuple(w.shape)}"
+            found.append(Difference(f"{name} has shape {shapes}"))
             continue
         error = float((got - w.detach()).norm())
         if not error <= (near * moved + roundings * norm if case.narrow else near * norm):
-            found.append(f"weights of {name}: off by {error:.2g}, their norm is {norm:.2g}")
+            text = f"weights of {name}: off by {error:.2g}, their norm is {norm:.2g}"
+            size = error / norm if norm > 0 else math.inf
+            found.append(Difference(text, not math.isfinite(size), size))
     return found

@@ -6,7 +6,7 @@ import pytest
 from mutation import Edit, Mutant, check_mutants
 from oracle.cases import CASES
 from oracle.compare import expected, weights_differ
-from oracle.find_mutants import FAR, find, size_of
+from oracle.find_mutants import FAR, find
 from oracle.mutants import MUTANTS
 from oracle.program import Seen
 
@@ -50,34 +50,13 @@ def test_a_mutant_that_does_not_run_is_not_found():
         find(of_perplexity("return gone("))
 
 
-@pytest.mark.parametrize(
-    "text, exact, size",
-    [
-        ("run 0: iteration 3: lm loss 4.0, expected 5.0", False, 0.2),
-        ("run 1: iteration 3: the console's grad-norm 1.5, expected 1.0", False, 1 / 3),
-        ("run 0: iteration 1: loss-scale 2.0, expected 1.0", True, 0.5),
-        ("run 0: weights of head.weight: off by 0.00015, their norm is 5", False, 3e-5),
-        ("run 0: rows of iterations [1], expected [1, 2]", True, None),
-    ],
-)
-def test_sizes_are_read_from_words(text, exact, size):
-    found = size_of(text)
-    assert found[0] == exact and found[1] == (size if size is None else pytest.approx(size))
-
-
-def test_an_unknown_difference_is_an_error():
-    with pytest.raises(AssertionError, match="cannot read"):
-        size_of("run 0: weights of head.weight: relative error 3e-05")
-
-
-def test_what_compare_prints_of_a_small_change_of_weights_is_read():
-    """And counts as far above the tolerance from FAR on, not below."""
+def test_a_small_change_of_weights_is_far_above_the_tolerance_from_far_on():
     (case,) = (case for case in CASES if case.name == "llama")
     (argv,), (outcome,) = case.runs("unused"), expected(case)
     for share, is_far in ((1e-8, False), (1e-6, True)):
         changed = {name: w.detach() * (1 + share) for name, w in outcome.state.weights.items()}
-        texts = weights_differ(case, argv, outcome, Seen({}, {}, {}, changed))
-        assert len(texts) == len(changed)
-        for text in texts:
-            counted, size = size_of(text)
-            assert not counted and size == pytest.approx(share, rel=0.1) and (size > FAR) == is_far
+        found = weights_differ(case, argv, outcome, Seen({}, {}, {}, changed))
+        assert len(found) == len(changed)
+        for each in found:
+            assert not each.is_exact and each.size == pytest.approx(share, rel=0.1)
+            assert (each.size > FAR) == is_far

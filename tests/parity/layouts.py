@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from check_parity import Words, read_layout  # noqa: E402
+from flag_tables import read_table  # noqa: E402
 from megatron.tools._study.equal_work import UNIT_ROUNDOFF  # noqa: E402
 from selection import cover, layout_traits  # noqa: E402
 
@@ -74,200 +75,166 @@ class Feature:
     zero: tuple[str, str] | None = None
 
 
-# 50 real tokens: no multiple of 4 or 8, so padded rows lie on the last ranks.
+WORDS = {
+    "NO_DROPOUT": NO_DROPOUT,
+    "LLAMA": LLAMA,
+    "LLAMA_DROPOUT": LLAMA.replace(NO_DROPOUT, ""),
+    "UNTIED": "--untie-embeddings-and-output-weights",
+    "GROUPED": GROUPED,
+    "DOCUMENTS": "--reset-position-ids --reset-attention-mask --eod-mask-loss",
+    "RATES": RATES,
+    "FULL": "--recompute-granularity full",
+    "SELECTIVE": "--recompute-granularity selective --recompute-modules",
+    "FP8": FP8,
+    "MOE": f"{LLAMA} {EXPERTS}",
+    "MLA": f"{LLAMA} {LATENT}",
+    "MLA_DEEP": f"{LLAMA} {LATENT} --q-lora-rank 24",
+    "BY_SAMPLE": BY_SAMPLE,
+}
+# 50 real tokens: no multiple of 4 or 8, so padded rows lie on the last ranks. Fields are those of
+# Feature; `zero` names one of the pairs above.
+TABLE = f"""
+# tied, learned positions, LayerNorm, biases, gelu
+gpt: NO_DROPOUT
+    zero: KEY_BIAS
+# 0.1 in hidden states and attention
+dropout:
+    zero: KEY_BIAS
+llama: LLAMA UNTIED --log-num-zeros-in-grad
+gqa2-qknorm: GROUPED
+mqa-qknorm-bias: NO_DROPOUT --group-query-attention --num-query-groups 1 --qk-layernorm
+    zero: KEY_NORM_BIAS
+gqa4-qkvbias: LLAMA --group-query-attention --num-query-groups 4 --add-qkv-bias --num-layers 1
+mqa-bias: NO_DROPOUT --group-query-attention --num-query-groups 1
+    zero: KEY_BIAS
+# ranks that hold padding alone
+padding: LLAMA UNTIED --make-vocab-size-divisible-by 64
+documents: DOCUMENTS
+    zero: KEY_BIAS
+documents-rope: LLAMA DOCUMENTS --window-size 6
+uneven: NO_DROPOUT
+    patches: uneven
+    zero: KEY_BIAS
+caps-zloss: NO_DROPOUT --attn-logit-softcapping 3 --final-logit-softcapping 2 --z-loss-coeff 1e-2
+        --num-layers 3
+fused-head: NO_DROPOUT --final-logit-softcapping 2 --z-loss-coeff 1e-2
+    patches: few_tokens
+    extra: --fused-linear-cross-entropy
+    zero: KEY_BIAS
+ramp-up: --rampup-batch-size 4 4 4
+    most_dp: 4
+    zero: KEY_BIAS
+recompute: FULL --recompute-method uniform --recompute-num-layers 1 --geglu
+    zero: KEY_BIAS
+sgd: --optimizer sgd --lr 0.1 LLAMA
+# as Mixtral, with losses by sample: how a batch is cut into micro-batches changes nothing
+moe: MOE BY_SAMPLE --moe-z-loss-coeff 1e-2
+# as DeepSeek-V3, with dropout, jitter and the shares of the step before
+moe-bias: LLAMA_DROPOUT --num-experts 8 --moe-ffn-hidden-size 24
+        --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+        --moe-router-bias-update-rate 2e-2 --moe-router-num-groups 4 --moe-router-group-topk 2
+        --moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 16
+        --moe-shared-expert-gate --moe-router-load-balancing-type global_aux_loss seq_aux_loss
+        --moe-aux-loss-coeff 5e-2 1e-2 --moe-input-jitter-eps 0.1
+# the layer in the middle is paired with itself
+moe-odd: MOE BY_SAMPLE --num-layers 3 SELECTIVE moe moe_act core_attn layernorm
+# what is defined by micro-batches; dense layers between those with experts
+moe-capacity: MOE --moe-aux-loss-coeff 3e-2 --moe-router-pre-softmax --moe-layer-freq 2
+        --moe-expert-capacity-factor 0.8
+    micro_batch: 1
+moe-position: MOE --moe-expert-capacity-factor 0.7 --moe-token-drop-policy position
+        SELECTIVE moe layernorm
+    micro_batch: 2
+moe-recompute: MOE BY_SAMPLE FULL --moe-router-score-function sqrtsoftplus
+        --moe-shared-expert-intermediate-size 16
+moe-act: MOE --moe-router-topk 1 --moe-router-pre-softmax SELECTIVE moe_act core_attn
+# more experts than tokens of a rank: many have none
+moe-sparse: MOE --num-experts 64 --moe-ffn-hidden-size 8 --moe-router-topk 4
+moe-forced: MOE --moe-router-force-load-balancing
+# fewer than 4 pipeline ranks
+m3:
+    micro_batches: 3
+    zero: KEY_BIAS
+m5: LLAMA UNTIED
+    micro_batches: 5
+# two rates: the word embedding and the head's matrix have their own, tied or not
+decoupled: NO_DROPOUT RATES
+    zero: KEY_BIAS
+decoupled-untied: LLAMA UNTIED --log-num-zeros-in-grad RATES
+# quantised numbers are the same in all layouts, so the fp64 gate holds for 4-bit mantissas
+fp8-tensors: FP8 --fp8-format hybrid --fp8-recipe tensorwise
+    micro_batch: 1
+fp8-rows: FP8 --fp8-format hybrid --fp8-recipe rowwise
+    micro_batch: 1
+fp8-blocks: FP8 --fp8-format e4m3 --fp8-recipe blockwise
+    micro_batch: 1
+fp8-blocks-some: FP8 --fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad
+        --first-last-layers-bf16 --num-layers-at-end-in-bf16 0
+    micro_batch: 1
+# the MLP over pieces of the sequence, in the layout alone
+tiled: LLAMA
+    extra: --tiled-mlp 4
+tiled-dropout:
+    extra: --tiled-mlp 2
+    zero: KEY_BIAS
+tiled-recompute: FULL --recompute-method uniform --recompute-num-layers 1 --geglu
+    extra: --tiled-mlp 4
+    zero: KEY_BIAS
+# pieces of 128 tokens, which are blocks of the whole as well
+tiled-fp8: FP8 --seq-length 256 --fp8-format e4m3 --fp8-recipe blockwise
+    micro_batch: 1
+    extra: --tiled-mlp 2
+# compiled in the layout alone; traced: the operators of the graphs are run one by one
+traced: GROUPED
+    patches: traced
+    extra: --torch-compile
+traced-documents: DOCUMENTS FULL
+    patches: traced
+    extra: --torch-compile
+    is_slow: 1
+    zero: KEY_BIAS
+# generated code writes one tensor over another as soon as that has been read
+compiled: GROUPED
+    extra: --torch-compile
+    is_slow: 1
+# windows and rotary positions of some layers, counted over all pipeline stages
+layer-kinds: LLAMA --num-layers 4 --window-size 5 --window-attn-skip-freq 2 --no-rope-freq 3
+layer-kinds-documents: LLAMA DOCUMENTS --num-layers 4 --window-size 6 --window-attn-skip-freq 3
+        --no-rope-freq 2 --qk-layernorm
+layer-kinds-recompute: LLAMA_DROPOUT --num-layers 4 --window-size 5 --window-attn-skip-freq 2
+        --no-rope-freq 3 FULL --recompute-method uniform --recompute-num-layers 2
+# as DeepSeek-V3: narrow queries, YaRN, values narrower than keys
+mla: MLA_DEEP {LATENT_YARN}
+# all scores in memory, queries of the token itself
+mla-dropout: LLAMA_DROPOUT {LATENT} --v-head-dim 12
+mla-documents: MLA_DEEP DOCUMENTS --window-size 6
+mla-up: MLA_DEEP SELECTIVE mla_up_proj core_attn layernorm
+mla-qkv: MLA SELECTIVE qkv
+mla-full: MLA_DEEP FULL --normalization LayerNorm
+# biases in the output projection, no norms of the latents
+mla-bias: NO_DROPOUT {LATENT} --q-lora-rank 24 --no-qk-layernorm --position-embedding-type rope
+# replayed from the second step on
+mla-graphs: MLA_DEEP --train-iters 3
+    patches: recorded
+    extra: --cuda-graphs
+mla-moe: MLA_DEEP {LATENT_YARN} {EXPERTS} BY_SAMPLE --moe-router-score-function sigmoid
+        --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 16
+        --moe-layer-freq [0]*1+[1]*1
+"""
+READERS = {  # the others are numbers
+    "patches": lambda text: tuple(text.split()),
+    "extra": str,
+    "zero": {"KEY_BIAS": KEY_BIAS, "KEY_NORM_BIAS": KEY_NORM_BIAS}.get,
+}
 FEATURES = {
-    "gpt": Feature(NO_DROPOUT, zero=KEY_BIAS),  # tied, learned positions, LayerNorm, biases, gelu
-    "dropout": Feature("", zero=KEY_BIAS),  # 0.1 in hidden states and attention
-    "llama": Feature(f"{LLAMA} --untie-embeddings-and-output-weights --log-num-zeros-in-grad"),
-    "gqa2-qknorm": Feature(GROUPED),
-    "mqa-qknorm-bias": Feature(
-        f"{NO_DROPOUT} --group-query-attention --num-query-groups 1 --qk-layernorm",
-        zero=KEY_NORM_BIAS,
-    ),
-    "gqa4-qkvbias": Feature(
-        f"{LLAMA} --group-query-attention --num-query-groups 4 --add-qkv-bias --num-layers 1"
-    ),
-    "mqa-bias": Feature(
-        f"{NO_DROPOUT} --group-query-attention --num-query-groups 1", zero=KEY_BIAS
-    ),
-    # ranks that hold padding alone
-    "padding": Feature(
-        f"{LLAMA} --make-vocab-size-divisible-by 64 --untie-embeddings-and-output-weights"
-    ),
-    "documents": Feature(
-        "--reset-position-ids --reset-attention-mask --eod-mask-loss", zero=KEY_BIAS
-    ),
-    "documents-rope": Feature(
-        f"{LLAMA} --reset-position-ids --reset-attention-mask --eod-mask-loss --window-size 6"
-    ),
-    "uneven": Feature(NO_DROPOUT, patches=("uneven",), zero=KEY_BIAS),
-    "caps-zloss": Feature(
-        f"{NO_DROPOUT} --attn-logit-softcapping 3 --final-logit-softcapping 2 --z-loss-coeff "
-        "1e-2 --num-layers 3"
-    ),
-    "fused-head": Feature(
-        f"{NO_DROPOUT} --final-logit-softcapping 2 --z-loss-coeff 1e-2",
-        patches=("few_tokens",),
-        zero=KEY_BIAS,
-        extra="--fused-linear-cross-entropy",
-    ),
-    "ramp-up": Feature("--rampup-batch-size 4 4 4", most_dp=4, zero=KEY_BIAS),
-    "recompute": Feature(
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu",
-        zero=KEY_BIAS,
-    ),
-    "sgd": Feature(f"--optimizer sgd --lr 0.1 {LLAMA}"),
-    # as Mixtral, with losses by sample: how a batch is cut into micro-batches changes nothing
-    "moe": Feature(f"{LLAMA} {EXPERTS} {BY_SAMPLE} --moe-z-loss-coeff 1e-2"),
-    # as DeepSeek-V3, with dropout, jitter and the shares of the step before
-    "moe-bias": Feature(
-        f"{LLAMA.replace(NO_DROPOUT, '')} {EXPERTS} --moe-router-score-function sigmoid "
-        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 2e-2 "
-        "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 "
-        "--moe-router-topk-scaling-factor 2.5 "
-        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate "
-        "--moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 5e-2 "
-        "1e-2 --moe-input-jitter-eps 0.1"
-    ),
-    # the layer in the middle is paired with itself
-    "moe-odd": Feature(
-        f"{LLAMA} {EXPERTS} {BY_SAMPLE} --num-layers 3 --recompute-granularity selective "
-        "--recompute-modules moe moe_act core_attn layernorm"
-    ),
-    # what is defined by micro-batches; dense layers between those with experts
-    "moe-capacity": Feature(
-        f"{LLAMA} {EXPERTS} --moe-aux-loss-coeff 3e-2 --moe-router-pre-softmax --moe-layer-freq 2 "
-        "--moe-expert-capacity-factor 0.8",
-        micro_batch=1,
-    ),
-    "moe-position": Feature(
-        f"{LLAMA} {EXPERTS} --moe-expert-capacity-factor 0.7 --moe-token-drop-policy position "
-        "--recompute-granularity selective --recompute-modules moe layernorm",
-        micro_batch=2,
-    ),
-    "moe-recompute": Feature(
-        f"{LLAMA} {EXPERTS} {BY_SAMPLE} "
-        "--recompute-granularity full --moe-router-score-function sqrtsoftplus "
-        "--moe-shared-expert-intermediate-size 16"
-    ),
-    "moe-act": Feature(
-        f"{LLAMA} {EXPERTS} --moe-router-topk 1 --moe-router-pre-softmax --recompute-granularity "
-        "selective --recompute-modules moe_act core_attn"
-    ),
-    # more experts than tokens of a rank: many have none
-    "moe-sparse": Feature(
-        f"{LLAMA} {EXPERTS} --num-experts 64 --moe-ffn-hidden-size 8 --moe-router-topk 4"
-    ),
-    "moe-forced": Feature(f"{LLAMA} {EXPERTS} --moe-router-force-load-balancing"),
-    "m3": Feature("", micro_batches=3, zero=KEY_BIAS),  # fewer than 4 pipeline ranks
-    "m5": Feature(f"{LLAMA} --untie-embeddings-and-output-weights", micro_batches=5),
-    # two rates: the word embedding and the head's matrix have their own, tied or not
-    "decoupled": Feature(f"{NO_DROPOUT} {RATES}", zero=KEY_BIAS),
-    "decoupled-untied": Feature(
-        f"{LLAMA} --untie-embeddings-and-output-weights --log-num-zeros-in-grad {RATES}"
-    ),
-    # quantised numbers are the same in all layouts, so the fp64 gate holds for 4-bit mantissas
-    "fp8-tensors": Feature(f"{FP8} --fp8-format hybrid --fp8-recipe tensorwise", micro_batch=1),
-    "fp8-rows": Feature(f"{FP8} --fp8-format hybrid --fp8-recipe rowwise", micro_batch=1),
-    "fp8-blocks": Feature(f"{FP8} --fp8-format e4m3 --fp8-recipe blockwise", micro_batch=1),
-    "fp8-blocks-some": Feature(
-        f"{FP8} --fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad --first-last-layers-bf16 "
-        "--num-layers-at-end-in-bf16 0",
-        micro_batch=1,
-    ),
-    # the MLP over pieces of the sequence, in the layout alone
-    "tiled": Feature(LLAMA, extra="--tiled-mlp 4"),
-    "tiled-dropout": Feature("", extra="--tiled-mlp 2", zero=KEY_BIAS),
-    "tiled-recompute": Feature(
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu",
-        extra="--tiled-mlp 4",
-        zero=KEY_BIAS,
-    ),
-    # pieces of 128 tokens, which are blocks of the whole as well
-    "tiled-fp8": Feature(
-        f"{FP8} --seq-length 256 --fp8-format e4m3 --fp8-recipe blockwise",
-        micro_batch=1,
-        extra="--tiled-mlp 2",
-    ),
-    # compiled in the layout alone; traced: the operators of the graphs are run one by one
-    "traced": Feature(GROUPED, patches=("traced",), extra="--torch-compile"),
-    "traced-documents": Feature(
-        "--reset-position-ids --reset-attention-mask --eod-mask-loss --recompute-granularity full",
-        patches=("traced",),
-        extra="--torch-compile",
-        is_slow=True,
-        zero=KEY_BIAS,
-    ),
-    # generated code writes one tensor over another as soon as that has been read
-    "compiled": Feature(GROUPED, extra="--torch-compile", is_slow=True),
-    # windows and rotary positions of some layers, counted over all pipeline stages
-    "layer-kinds": Feature(
-        f"{LLAMA} --num-layers 4 --window-size 5 --window-attn-skip-freq 2 --no-rope-freq 3"
-    ),
-    "layer-kinds-documents": Feature(
-        f"{LLAMA} --num-layers 4 --window-size 6 --window-attn-skip-freq 3 --no-rope-freq 2 "
-        "--reset-position-ids --reset-attention-mask --eod-mask-loss --qk-layernorm"
-    ),
-    "layer-kinds-recompute": Feature(
-        f"{LLAMA.replace(NO_DROPOUT, '')} --num-layers 4 --window-size 5 "
-        "--window-attn-skip-freq 2 --no-rope-freq 3 --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 2"
-    ),
-    # as DeepSeek-V3: narrow queries, YaRN, values narrower than keys
-    "mla": Feature(f"{LLAMA} {LATENT} --q-lora-rank 24 {LATENT_YARN}"),
-    # all scores in memory, queries of the token itself
-    "mla-dropout": Feature(f"{LLAMA.replace(NO_DROPOUT, '')} {LATENT} --v-head-dim 12"),
-    "mla-documents": Feature(
-        f"{LLAMA} {LATENT} --q-lora-rank 24 --reset-position-ids --reset-attention-mask "
-        "--eod-mask-loss --window-size 6"
-    ),
-    "mla-up": Feature(
-        f"{LLAMA} {LATENT} --q-lora-rank 24 --recompute-granularity selective --recompute-modules "
-        "mla_up_proj core_attn layernorm"
-    ),
-    "mla-qkv": Feature(
-        f"{LLAMA} {LATENT} --recompute-granularity selective --recompute-modules qkv"
-    ),
-    "mla-full": Feature(
-        f"{LLAMA} {LATENT} --q-lora-rank 24 --recompute-granularity full --normalization LayerNorm"
-    ),
-    # biases in the output projection, no norms of the latents
-    "mla-bias": Feature(
-        f"{NO_DROPOUT} {LATENT} --q-lora-rank 24 --no-qk-layernorm --position-embedding-type rope"
-    ),
-    # replayed from the second step on
-    "mla-graphs": Feature(
-        f"{LLAMA} {LATENT} --q-lora-rank 24 --train-iters 3",
-        patches=("recorded",),
-        extra="--cuda-graphs",
-    ),
-    "mla-moe": Feature(
-        f"{LLAMA} {LATENT} --q-lora-rank 24 {LATENT_YARN} {EXPERTS} {BY_SAMPLE} "
-        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-        "--moe-shared-expert-intermediate-size 16 --moe-layer-freq [0]*1+[1]*1"
-    ),
+    name: Feature(flags, **{field: READERS.get(field, int)(text) for field, text in fields})
+    for name, flags, fields in read_table(TABLE, WORDS)
 }
 
 LAYOUTS = (
-    "tp2",
-    "tp2 sp",
-    "dp2",
-    "tp2 sp serial",
-    "dp2 serial",
-    "tp4",
-    "tp4 sp",
-    "dp4",
-    "tp2 dp2",
-    "tp2 sp dp2",
-    "tp2 sp dp2 serial",
-    "tp2 sp dp2 mapping",
-    "tp8",
-    "tp8 sp",
-    "dp8",
-    "tp4 dp2",
-    "tp4 sp dp2",
-    "tp2 dp4",
-    "tp2 sp dp4",
+    *("tp2", "tp2 sp", "dp2", "tp2 sp serial", "dp2 serial", "tp4", "tp4 sp", "dp4", "tp2 dp2"),
+    *("tp2 sp dp2", "tp2 sp dp2 serial", "tp2 sp dp2 mapping", "tp8", "tp8 sp", "dp8"),
+    *("tp4 dp2", "tp4 sp dp2", "tp2 dp4", "tp2 sp dp4"),
 )
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved v2", "zero-bubble", "zero-bubble-v")
@@ -471,23 +438,8 @@ NARROW_SHARDED = staged(
 )
 
 # What a schedule may get wrong; the rest is seen with some pipelines alone.
-PIPELINE_FEATURES = (
-    "gpt",
-    "dropout",
-    "llama",
-    "documents",
-    "uneven",
-    "ramp-up",
-    "recompute",
-    "m3",
-    "m5",
-)
-SOME_PIPELINES = (
-    "pp2 1f1b",
-    "pp2 zero-bubble tp2 sp",
-    "pp2 interleaved v2 dp2",
-    "pp4 zero-bubble-v",
-)
+PIPELINE_FEATURES = "gpt dropout llama documents uneven ramp-up recompute m3 m5".split()
+SOME_PIPELINES = "pp2 1f1b", "pp2 zero-bubble tp2 sp", "pp2 interleaved v2 dp2", "pp4 zero-bubble-v"
 
 
 EXACT, NARROW = ("fp64",), ("fp32", "bf16", "fp16")

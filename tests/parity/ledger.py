@@ -82,17 +82,8 @@ class Ledger:
     ) -> None:
         kind, caller = _who()
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.calls.append(
-            Call(
-                kind,
-                ranks,
-                share * tensor.numel() * tensor.element_size(),
-                self.phase,
-                caller,
-                to,
-                tag,
-            )
-        )
+        size = share * tensor.numel() * tensor.element_size()
+        self.calls.append(Call(kind, ranks, size, self.phase, caller, to, tag))
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -120,9 +111,7 @@ class Ledger:
             raise AssertionError("a collective that sends more on Gloo than it needs to")
 
         def messages_alone(rows, x, group=None, async_op=False):
-            assert x.dtype in (torch.int64, torch.uint8), (
-                "an all-gather of the library's, which sends more on Gloo than it needs to"
-            )
+            assert x.dtype in (torch.int64, torch.uint8), "sends more on Gloo than it needs to"
             return all_gather(rows, x, group, async_op)
 
         def layer_forward(layer, *args):
@@ -138,16 +127,8 @@ class Ledger:
                 stack.enter_context(mock.patch.object(module, "isend", noted_isend))
             stack.enter_context(mock.patch.object(dist, "all_reduce", noted_all_reduce))
             stack.enter_context(mock.patch.object(dist, "all_gather", messages_alone))
-            for name in (
-                ALL_GATHER,
-                "reduce_scatter",
-                REDUCE_SCATTER,
-                "all_to_all",
-                "all_to_all_single",
-                "broadcast",
-                "reduce",
-                "send",
-            ):
+            others = "reduce_scatter all_to_all all_to_all_single broadcast reduce send".split()
+            for name in (ALL_GATHER, REDUCE_SCATTER, *others):
                 stack.enter_context(mock.patch.object(dist, name, refused))
             stack.enter_context(mock.patch.object(TransformerLayer, "forward", layer_forward))
             stack.enter_context(mock.patch.object(LayerRunner, "_differentiate", layer_backward))
@@ -186,9 +167,7 @@ def main(cases: list[list[str]]) -> None:
     world = World(2)
     for flags in cases:
         runs: list[tuple[float, int]] = []
-        while len(runs) < 5 and not (
-            runs and min(seen / counted for counted, seen in runs) <= 1.05
-        ):
+        while len(runs) < 5 and not any(seen <= 1.05 * counted for counted, seen in runs):
             runs.append(world.run(measure, tuple(flags))[0])
         print(json.dumps(min(runs, key=lambda run: run[1] / run[0])))
     world.close()

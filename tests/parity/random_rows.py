@@ -381,8 +381,8 @@ def faults(case: Case, worlds: Worlds) -> list[str]:
         return [str(error)]
     if case.is_narrow:
         layers = int(case.flags[case.flags.index("--num-layers") + 1])
-        bound = narrow_bound("bf16", layers)
-        return compare.narrow(exact, one, ranks, bound=bound, roundoff=UNIT_ROUNDOFF["bf16"])
+        bound, floor = narrow_bound("bf16", layers), 0.1 * UNIT_ROUNDOFF["bf16"]
+        return compare.narrow(exact, one, ranks, floor=floor, bound=bound)
     return compare.fp64(one, ranks, zero=case.zero, before=SAVED if case.is_resumed else 0)
 
 

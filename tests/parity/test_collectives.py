@@ -23,53 +23,62 @@ LAYERS, SEQ, HIDDEN, FP64, FP32 = 2, 16, 32, 8, 4
 STEPS, MICRO_BATCHES = 2, 8
 ALONE = ("all-reduce", "hop")  # are one call each
 SHORT = (
-    "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 2 --lr-warmup-iters 0"
-).split()
+    *BASE,
+    *"--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 2".split(),
+    *"--lr-warmup-iters 0 --micro-batch-size 1".split(),
+)
+TP, CP, EP = (f"--{axis}-parallel-size" for axis in ("tensor-model", "context", "expert-model"))
 ACTIVATION = SEQ * HIDDEN * FP64  # s x b x h of a micro-batch of one sample
+TOKEN = FP64 * SEQ  # one number of each token
 
 
-def in_layers(gloo_world, size, *flags, shared="--tensor-model-parallel-size"):
-    """(kind, phase, caller) -> (how many a layer and micro-batch, bytes that a rank sends in each),
+def in_layers(gloo_world, size, shared, flags=""):
+    """{"kind phase caller": (how many a layer and micro-batch, bytes that a rank sends in each)},
     the same on every rank.
     """
-    flags = (
-        *BASE,
-        *SHORT,
-        "--fp64",
-        "--micro-batch-size",
-        "1",
-        shared,
-        str(size),
-        *flags,
-    )
+    flags = (*SHORT, "--fp64", shared, str(size), *flags.split())
     by_rank = []
     for calls in gloo_world(size).run(count, flags):
-        calls = [call for call in calls if call.phase != "elsewhere"]
         messages, sent = Counter(), Counter()
         for call in calls:
-            key = call.kind, call.phase, call.caller
+            if call.phase == "elsewhere":
+                continue
+            key = f"{call.kind} {call.phase} {call.caller}"
             # the others are messages to each other rank
             messages[key] += 1 if call.kind in ALONE else 1 / (len(call.ranks) - 1)
             sent[key] += call.bytes
         each = STEPS * MICRO_BATCHES * LAYERS
-        by_rank.append(
-            {
-                key: (round(messages[key] / each, 9), round(sent[key] / messages[key], 6))
-                for key in messages
-            }
-        )
+        means = {key: round(sent[key] / number, 6) for key, number in messages.items()}
+        by_rank.append({key: (round(messages[key] / each, 9), means[key]) for key in messages})
     assert all(row == by_rank[0] for row in by_rank)
     return by_rank[0]
 
 
-@pytest.mark.parametrize("overlap", [(), ("--no-tp-comm-overlap",)], ids=["overlap", "serial"])
+@pytest.mark.parametrize("overlap", ["", "--no-tp-comm-overlap"], ids=["overlap", "serial"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallelism(gloo_world, size, overlap):
     """A layer: 2 all-reduces forward, 2 backward, each of s b h elements."""
     bytes_each = 2 * (size - 1) / size * ACTIVATION
-    assert in_layers(gloo_world, size, *overlap) == {
-        ("all-reduce", "forward", "_RowLinear.forward"): (2, bytes_each),
-        ("all-reduce", "backward", "_ColumnLinear.backward"): (2, bytes_each),
+    assert in_layers(gloo_world, size, TP, overlap) == {
+        "all-reduce forward _RowLinear.forward": (2, bytes_each),
+        "all-reduce backward _ColumnLinear.backward": (2, bytes_each),
+    }
+
+
+@pytest.mark.parametrize("overlap", ["", "--no-tp-comm-overlap"], ids=["overlap", "serial"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sequence_parallelism(gloo_world, size, overlap):
+    """A layer: 2 all-gathers and 2 reduce-scatters forward, the same backward, and 2 all-gathers of
+    sharded inputs for weight gradients. Overlapped, each reduce-scatter of a forward pass is two of
+    half the bytes.
+    """
+    halves, each = 1 if overlap else 2, (size - 1) / size * ACTIVATION
+    assert in_layers(gloo_world, size, TP, f"--sequence-parallel {overlap}") == {
+        "all-gather forward _ColumnLinear.forward": (2, each),
+        "reduce-scatter forward _RowLinear.forward": (2 * halves, each / halves),
+        "all-gather backward _RowLinear.backward": (2, each),
+        "all-gather backward _ColumnLinear.backward": (2, each),
+        "reduce-scatter backward _ColumnLinear.backward": (2, each),
     }
 
 
@@ -78,151 +87,137 @@ def test_tensor_parallelism(gloo_world, size, overlap):
 def test_context_parallelism(gloo_world, size, groups):
     """A layer with q = n d and k = g d channels of T = s / C tokens. Keys and values gathered, and
     their gradients reduce-scattered: 2 k T (C - 1) elements each way. Heads exchanged:
-    (q + 2 k + q) T (C - 1) / C, where k counts key/value heads that are repeated.
+    (q + 2 k + q) T (C - 1) / C, where k counts key/value heads that are repeated. In a ring each
+    rank sends C - 1 blocks of keys and values, of 2 k T elements, in the forward pass, and in the
+    backward pass as many again with as many of gradients. In two levels heads are exchanged by two
+    ranks, and rings have half as many: blocks of 2 T positions and half the heads.
     """
-    grouped = "--group-query-attention", "--num-query-groups", str(groups)
+    grouped = f"--group-query-attention --num-query-groups {groups}"
     tokens, channels = SEQ // size, HIDDEN // 8
-    gathered = 2 * groups * channels * tokens * (size - 1) * FP64
-    callers = {
-        "auto": ("GatheredAttention.forward", "GatheredAttention.backward"),
-        "plain": ("_gather", "_scatter"),
-    }
-    for backend, (forward, backward) in callers.items():
-        chosen = "--attention-backend", backend
-        found = in_layers(gloo_world, size, *grouped, *chosen, shared="--context-parallel-size")
-        assert found == {
-            ("all-gather", "forward", forward): (1, gathered),
-            ("reduce-scatter", "backward", backward): (1, gathered),
+    block = 2 * groups * channels * tokens * FP64
+
+    def found(flags):
+        return in_layers(gloo_world, size, CP, f"{grouped} {flags}")
+
+    for backend, forward, backward in (
+        ("auto", "GatheredAttention.forward", "GatheredAttention.backward"),
+        ("plain", "_gather", "_scatter"),
+    ):
+        assert found(f"--attention-backend {backend}") == {
+            f"all-gather forward {forward}": (1, block * (size - 1)),
+            f"reduce-scatter backward {backward}": (1, block * (size - 1)),
         }
-    a2a = "--cp-comm-type", "a2a"
-    found = in_layers(gloo_world, size, *grouped, *a2a, shared="--context-parallel-size")
     sent = tokens * channels * (size - 1) // size * FP64
-    assert found == exchanges((8 + 2 * max(groups, size)) * sent, 8 * sent)
+    assert found("--cp-comm-type a2a") == exchanges((8 + 2 * max(groups, size)) * sent, 8 * sent)
+    assert found("--cp-comm-type p2p") == hops(size, block)
+    if size == 4:
+        levels = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+        sent = tokens * channels // 2 * FP64
+        block = 2 * max(groups, 2) // 2 * channels * 2 * tokens * FP64
+        exchanged = exchanges((8 + 2 * max(groups, 2)) * sent, 8 * sent)
+        assert found(levels) == hops(2, block) | exchanged
 
 
 def exchanges(qkv, out):
     """Of `in_layers`: heads exchanged for positions, and back, in messages of these bytes."""
     return {
-        ("all-to-all", "forward", "_to_sequence"): (1, qkv),
-        ("all-to-all", "forward", "_to_heads"): (1, out),
-        ("all-to-all", "backward", "_to_sequence"): (1, out),
-        ("all-to-all", "backward", "_to_heads"): (1, qkv),
+        "all-to-all forward _to_sequence": (1, qkv),
+        "all-to-all forward _to_heads": (1, out),
+        "all-to-all backward _to_sequence": (1, out),
+        "all-to-all backward _to_heads": (1, qkv),
     }
-
-
-@pytest.mark.parametrize("groups", [1, 2, 8])
-@pytest.mark.parametrize("size", [2, 4])
-def test_ring(gloo_world, size, groups):
-    """Each rank sends C - 1 blocks of keys and values, of 2 k T elements, in the forward pass, and
-    in the backward pass as many again with as many of gradients. In two levels heads are exchanged
-    by two ranks, and rings have half as many: blocks of 2 T positions and half the heads.
-    """
-    grouped = "--group-query-attention", "--num-query-groups", str(groups)
-    shared, tokens, channels = "--context-parallel-size", SEQ // size, HIDDEN // 8
-    ring = "--cp-comm-type", "p2p"
-    block = 2 * groups * channels * tokens * FP64
-    assert in_layers(gloo_world, size, *grouped, *ring, shared=shared) == hops(size, block)
-    if size < 4:
-        return
-    levels = "--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"
-    found = in_layers(gloo_world, size, *grouped, *levels, shared=shared)
-    sent = tokens * channels // 2 * FP64
-    block = 2 * max(groups, 2) // 2 * channels * 2 * tokens * FP64
-    assert found == hops(2, block) | exchanges((8 + 2 * max(groups, 2)) * sent, 8 * sent)
 
 
 def hops(size, block):
     """Of `in_layers`, in a ring of `size` ranks and blocks of `block` bytes."""
     return {
-        ("hop", "forward", "RingAttention.forward"): (size - 1, block),
-        ("hop", "backward", "RingAttention.backward"): (2 * (size - 1), block),
+        "hop forward RingAttention.forward": (size - 1, block),
+        "hop backward RingAttention.backward": (2 * (size - 1), block),
     }
 
 
-@pytest.mark.parametrize("overlap", [(), ("--no-tp-comm-overlap",)], ids=["overlap", "serial"])
+EXPERTS = """--disable-bias-linear --swiglu --num-experts 8 --moe-router-force-load-balancing
+--moe-router-topk 2 --ffn-hidden-size 16"""
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_sequence_parallelism(gloo_world, size, overlap):
-    """A layer: 2 all-gathers and 2 reduce-scatters forward, the same backward, and 2 all-gathers of
-    sharded inputs for weight gradients. Overlapped, each reduce-scatter of a forward pass is two of
-    half the bytes.
+def test_experts(gloo_world, size):
+    """A layer sends T k h (ep - 1) / ep elements of rows to the experts and as many back, forward
+    and backward; the T k weights of rows go one way in each, and the numbers of rows once. Ranks
+    share the micro-batches that `in_layers` divides by.
     """
-    halves = 1 if overlap else 2
-    bytes_each = (size - 1) / size * ACTIVATION
-    found = in_layers(gloo_world, size, "--sequence-parallel", *overlap)
-    regathers = found.pop(("all-gather", "backward", "_ColumnLinear.backward"))
-    assert regathers == (2, bytes_each)
-    assert found == {
-        ("all-gather", "forward", "_ColumnLinear.forward"): (2, bytes_each),
-        ("reduce-scatter", "forward", "_RowLinear.forward"): (2 * halves, bytes_each / halves),
-        ("all-gather", "backward", "_RowLinear.backward"): (2, bytes_each),
-        ("reduce-scatter", "backward", "_ColumnLinear.backward"): (2, bytes_each),
+    each, share = 1 / size, (size - 1) / size
+    rows, weights = 2 * HIDDEN * TOKEN * share, 2 * TOKEN * share
+    mean = round((2 * rows + weights) / 3, 6)
+    assert in_layers(gloo_world, size, EP, EXPERTS) == {
+        "all-to-all forward AllToAll.plan": (each, 8 * 8 * share),  # 8 experts, in 8 bytes each
+        "all-to-all forward _exchanged": (3 * each, mean),
+        "all-to-all backward _exchanged": (3 * each, mean),
     }
 
 
-def outside_layers(gloo_world, *flags):
-    """(kind, caller) -> (how many a step, bytes that a rank sends in each) on two ranks, without
-    what happens before the first step.
-    """
-    calls = gloo_world(2).run(
-        count,
-        (
-            *BASE,
-            *SHORT,
-            *"--fp64 --micro-batch-size 1 --tensor-model-parallel-size 2".split(),
-            *flags,
-        ),
-    )[1]
-    sent, messages = Counter(), Counter()
-    for call in calls:
-        if call.phase == "elsewhere" and call.caller not in (
-            "raise_on_all_ranks",
-            "Ranks.gather_or_raise",
-            "all_reduce_totals",
-            "_weight_metrics",
-        ):
-            sent[call.kind, call.caller] += call.bytes
-            messages[call.kind, call.caller] += 1
-    return {key: (messages[key] / STEPS, sent[key] / messages[key]) for key in messages}
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathered_tokens(gloo_world, size):
+    """T h (ep - 1) elements of rows each way, with k weights and k numbers of experts a token."""
+    flags = f"{EXPERTS} --moe-token-dispatcher-type allgather"
+    each, whole = 1 / size, TOKEN * (size - 1)
+    mean = round(whole * (HIDDEN + 2) / 2, 6)  # of rows and their weights
+    assert in_layers(gloo_world, size, EP, flags) == {
+        "all-gather forward AllGather.plan": (each, whole * 2),
+        "all-gather forward _LinearMap.forward": (2 * each, mean),
+        "reduce-scatter forward _LinearMap.forward": (each, whole * HIDDEN),
+        "all-gather backward _LinearMap.backward": (each, whole * HIDDEN),
+        "reduce-scatter backward _LinearMap.backward": (2 * each, mean),
+    }
 
 
-def test_embedding_head_and_loss(gloo_world):
+# ---- outside of layers
+
+# of the start, of messages about the run, and of what console lines show
+OTHER_CALLERS = {"raise_on_all_ranks", "Ranks.gather_or_raise", "_weight_metrics"}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_embedding_head_and_loss(gloo_world, sequence):
     """The loss takes three numbers a token from each rank, in one all-gather; no rank gathers
-    logits.
+    logits. Under sequence parallelism messages are halved, and partial gradients are summed once a
+    step in one all-reduce.
     """
-    assert outside_layers(gloo_world) == {
-        ("all-reduce", "_Embedding.forward"): (MICRO_BATCHES, ACTIVATION),
-        ("all-reduce", "_ColumnLinear.backward"): (MICRO_BATCHES, ACTIVATION),
-        ("all-gather", "ShardedCrossEntropy.combine"): (MICRO_BATCHES, 3 * SEQ * FP64),
-    }
-
-
-def test_embedding_head_and_loss_under_sequence_parallelism(gloo_world):
-    """As before, halved messages; and partial gradients are summed once a step in one
-    all-reduce.
-    """
-    half = ACTIVATION / 2
-    # norms, row-parallel biases, positions
-    partial = (4 * LAYERS + 2 + 2 * LAYERS + SEQ) * HIDDEN * FP64
-    found = outside_layers(gloo_world, "--sequence-parallel")
-    assert found.pop(("all-gather", "_ColumnLinear.backward")) == (MICRO_BATCHES, half)
-    assert found == {
-        ("reduce-scatter", "_Embedding.forward"): (MICRO_BATCHES, half),
-        ("all-gather", "_Embedding.backward"): (MICRO_BATCHES, half),
-        ("all-gather", "_ColumnLinear.forward"): (MICRO_BATCHES, half),
-        ("reduce-scatter", "_ColumnLinear.backward"): (MICRO_BATCHES, half),
-        ("all-gather", "ShardedCrossEntropy.combine"): (MICRO_BATCHES, 3 * SEQ * FP64),
-        ("all-reduce", "sum_partial_gradients"): (1, partial),
-    }
+    flags = (*SHORT, "--fp64", TP, "2", *["--sequence-parallel"] * sequence)
+    sent, messages = Counter(), Counter()
+    for call in gloo_world(2).run(count, flags)[1]:
+        if call.phase == "elsewhere" and call.caller not in OTHER_CALLERS | {"all_reduce_totals"}:
+            key = f"{call.kind} {call.caller}"
+            sent[key] += call.bytes
+            messages[key] += 1
+    found = {key: (number / STEPS, sent[key] / number) for key, number in messages.items()}
+    expected = {"all-gather ShardedCrossEntropy.combine": (MICRO_BATCHES, 3 * TOKEN)}
+    if sequence:
+        half = MICRO_BATCHES, ACTIVATION / 2
+        expected |= {
+            "reduce-scatter _Embedding.forward": half,
+            "all-gather _Embedding.backward": half,
+            "all-gather _ColumnLinear.forward": half,
+            "all-gather _ColumnLinear.backward": half,
+            "reduce-scatter _ColumnLinear.backward": half,
+        }
+        # norms, row-parallel biases, positions
+        partial = (4 * LAYERS + 2 + 2 * LAYERS + SEQ) * HIDDEN * FP64
+        expected["all-reduce sum_partial_gradients"] = (1, partial)
+    else:
+        expected["all-reduce _Embedding.forward"] = (MICRO_BATCHES, ACTIVATION)
+        expected["all-reduce _ColumnLinear.backward"] = (MICRO_BATCHES, ACTIVATION)
+    assert found == expected
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize(
     "size, flags, wire",
     [
-        (2, (), FP32),
-        (4, (), FP32),
-        (2, ("--no-overlap-grad-reduce",), FP32),
-        (2, ("--grad-reduce-in-bf16",), 2),
+        (2, "", FP32),
+        (4, "", FP32),
+        (2, "--no-overlap-grad-reduce", FP32),
+        (2, "--grad-reduce-in-bf16", 2),
     ],
     ids=["dp2", "dp4", "serial", "bf16"],
 )
@@ -236,8 +231,8 @@ def test_data_parallelism(gloo_world, size, flags, wire, micro_batch):
     vocabulary, positions, h = 50, SEQ, 64
     parameters = (vocabulary + positions + 2) * h + LAYERS * (12 * h**2 + 13 * h)
     padding = (1 + LAYERS) * 64 * size  # each block to equal slices on a grid of 64
-    flags = (*BASE, *SHORT, "--hidden-size", str(h), "--micro-batch-size", str(micro_batch), *flags)
-    for calls in gloo_world(size).run(count, flags):
+    flags = f"--hidden-size {h} --micro-batch-size {micro_batch} {flags}".split()
+    for calls in gloo_world(size).run(count, (*SHORT, *flags)):
         sent = Counter()
         for call in calls:
             sent[call.kind if call.caller.startswith("Zero.") else "else"] += call.bytes / STEPS
@@ -251,14 +246,9 @@ def test_data_parallelism(gloo_world, size, flags, wire, micro_batch):
 @pytest.mark.parametrize(
     "layout, precision, activation, gradient",
     [
-        *(
-            (layout, "--fp64", FP64, FP64)
-            for layout in (
-                *(f"pp2 {schedule}" for schedule in SCHEDULES),
-                "pp4 interleaved v2",
-                "pp2 zero-bubble tp2 sp",
-            )
-        ),
+        *((f"pp2 {schedule}", "--fp64", FP64, FP64) for schedule in SCHEDULES),
+        ("pp4 interleaved v2", "--fp64", FP64, FP64),
+        ("pp2 zero-bubble tp2 sp", "--fp64", FP64, FP64),
         ("pp2 1f1b", "--bf16", 2, FP32),
     ],
 )
@@ -270,54 +260,34 @@ def test_messages_between_stages(gloo_world, layout, precision, activation, grad
     row = Row(layout, "gpt")
     virtual = 2 if layout.endswith(("v2", "-v")) else 1
     placement, tp = place(layout.split()[1], row.words.pp, virtual), row.words.tp
-    flags = (
-        *BASE,
-        *SHORT,
-        precision,
-        "--micro-batch-size",
-        "1",
-        "--num-layers",
-        str(row.layers),
-        *row.words.flags,
-    )
+    flags = (*SHORT, precision, "--num-layers", str(row.layers), *row.words.flags)
     for rank, calls in enumerate(gloo_world(row.world).run(count, flags)):
+        own = rank // tp  # this rank's pipeline rank
         scalars = 1 + 2 * MICRO_BATCHES + 3  # squares, losses and tokens, requests to end
         scalars += row.world * (1 + len(SECTIONS))  # at each log line the times of all ranks
-        due = Counter(
-            {("all_reduce_totals", None, 2 * (row.world - 1) / row.world * scalars * FP64): 1}
-        )
+        scalar_bytes = 2 * (row.world - 1) / row.world * scalars * FP64
+        due = Counter({("all_reduce_totals", None, scalar_bytes): 1})
+        message = SEQ // tp * HIDDEN * activation
         for below, above in pairwise(placement):
             for source, target in ((below, above), (above, below)):
-                if source == rank // tp != target:
-                    due[
-                        "StageMessages.send",
-                        target * tp + rank % tp,
-                        SEQ // tp * HIDDEN * activation,
-                    ] += MICRO_BATCHES
-        if placement[0] != placement[-1] and rank // tp in (placement[0], placement[-1]):
+                if source == own != target:
+                    due["StageMessages.send", target * tp + rank % tp, message] += MICRO_BATCHES
+        if placement[0] != placement[-1] and own in (placement[0], placement[-1]):
             due["sum_partial_gradients", None, 50 // tp * HIDDEN * gradient] = 1
         across = [
             call
             for call in calls
-            if call.caller
-            not in (
-                "raise_on_all_ranks",
-                "Ranks.gather_or_raise",
-                "_weight_metrics",
-                "Recording.timeline",
-            )
+            if call.caller not in OTHER_CALLERS | {"Recording.timeline"}
             and len({other // tp for other in (*call.ranks, rank)}) > 1
         ]
-        assert Counter((call.caller, call.to, call.bytes) for call in across) == Counter(
-            {key: number * STEPS for key, number in due.items()}
-        )
+        sent = Counter((call.caller, call.to, call.bytes) for call in across)
+        assert sent == Counter({key: number * STEPS for key, number in due.items()})
         # a tag names what a message carries
         assert set(Counter(call.tag for call in across if call.to is not None).values()) == {STEPS}
 
 
-LARGE = """--hidden-size 128 --num-attention-heads 8 --seq-length 256 --micro-batch-size 8
---train-iters 3 --lr-warmup-iters 0 --eval-iters 0
---hidden-dropout 0 --attention-dropout 0 --vocab-size 511""".split()
+LARGE = """--hidden-size 128 --num-attention-heads 8 --seq-length 256 --train-iters 3
+--lr-warmup-iters 0 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --vocab-size 511"""
 
 
 @pytest.mark.full
@@ -325,14 +295,9 @@ def test_the_loopback_interface_saw_these_bytes():
     """Within 5%, on a fresh pair of processes with a separate interface where possible; else
     what else the machine sends can only add.
     """
-    cases = [
-        [*BASE, *LARGE, *flags.split()]
-        for flags in (
-            "--tensor-model-parallel-size 2",
-            "--tensor-model-parallel-size 2 --sequence-parallel",
-            "--micro-batch-size 1",
-        )
-    ]
+    tp = f"--micro-batch-size 8 {TP} 2"
+    layouts = tp, f"{tp} --sequence-parallel", "--micro-batch-size 1"
+    cases = [[*BASE, *LARGE.split(), *flags.split()] for flags in layouts]
     done = subprocess.run(
         [sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)],
         preexec_fn=own_loopback,
@@ -345,43 +310,3 @@ def test_the_loopback_interface_saw_these_bytes():
     assert len(results) == len(cases)
     for counted, seen in results:
         assert counted > 4e6 and 0.95 <= seen / counted <= 1.05
-
-
-EXPERTS = (
-    "--disable-bias-linear --swiglu --num-experts 8 --moe-router-force-load-balancing "
-    "--moe-router-topk 2 --ffn-hidden-size 16"
-).split()
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_experts(gloo_world, size):
-    """A layer sends T k h (ep - 1) / ep elements of rows to the experts and as many back, forward
-    and backward; the T k weights of rows go one way in each, and the numbers of rows once.
-    """
-    share = (size - 1) / size
-    rows, weights = (SEQ * 2 * width * FP64 * share for width in (HIDDEN, 1))
-    numbers = 8 * 8 * share  # of 8 experts, in 8 bytes each
-    each = 1 / size  # ranks share the micro-batches that `in_layers` divides by
-    mean = round((2 * rows + weights) / 3, 6)
-    found = in_layers(gloo_world, size, *EXPERTS, shared="--expert-model-parallel-size")
-    assert found == {
-        ("all-to-all", "forward", "AllToAll.plan"): (each, numbers),
-        ("all-to-all", "forward", "_exchanged"): (3 * each, mean),
-        ("all-to-all", "backward", "_exchanged"): (3 * each, mean),
-    }
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_gathered_tokens(gloo_world, size):
-    """T h (ep - 1) elements of rows each way, with k weights and k numbers of experts a token."""
-    flags = (*EXPERTS, "--moe-token-dispatcher-type", "allgather")
-    found = in_layers(gloo_world, size, *flags, shared="--expert-model-parallel-size")
-    each, whole = 1 / size, SEQ * FP64 * (size - 1)
-    mean = round(whole * (HIDDEN + 2) / 2, 6)  # of rows and their weights
-    assert found == {
-        ("all-gather", "forward", "AllGather.plan"): (each, whole * 2),
-        ("all-gather", "forward", "_LinearMap.forward"): (2 * each, mean),
-        ("reduce-scatter", "forward", "_LinearMap.forward"): (each, whole * HIDDEN),
-        ("all-gather", "backward", "_LinearMap.backward"): (each, whole * HIDDEN),
-        ("reduce-scatter", "backward", "_LinearMap.backward"): (2 * each, mean),
-    }

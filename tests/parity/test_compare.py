@@ -3,6 +3,7 @@ fault.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,125 +12,98 @@ from parity.compare import faults_of, gather
 from parity.layouts import Row
 from parity.worker import Outcome, Piece, reference
 
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
-def outcome(row: Row) -> Outcome:
-    return reference(row.flags(layout=False), row.patches)
+
+def healthy(precision: str) -> tuple[Row, Outcome]:
+    """A row, and the outcome of the run in one process."""
+    row = Row("dp2", "gpt", precision)
+    return row, reference(row.flags(layout=False), row.patches)
 
 
 def off(pieces: list[Piece], name: str, relative: float) -> list[Piece]:
     """The pieces with one of them moved by a share of its norm, in one element."""
-
-    def moved(values: torch.Tensor) -> torch.Tensor:
-        values = values.clone()
-        values.view(-1)[0] += relative * values.norm()
-        return values
-
-    return [
-        replace(piece, values=moved(piece.values)) if piece.name == name else piece
-        for piece in pieces
-    ]
+    moved = {piece.name: piece.values.clone() for piece in pieces}
+    moved[name].view(-1)[0] += relative * moved[name].norm()
+    return [replace(piece, values=moved[piece.name]) for piece in pieces]
 
 
-def test_equal_runs_have_no_fault():
-    for row in (
-        Row("dp2", "gpt"),
-        Row("dp2", "gpt", "fp32"),
-        Row("dp2", "gpt", "bf16"),
-        Row("dp2", "gpt", "fp16"),
-    ):
-        assert not faults_of(row, [outcome(row)])
+def with_step(one: Outcome, number: int, **fields: Any) -> Outcome:
+    """The outcome with other numbers in one step."""
+    steps = [replace(step, **fields) if i == number else step for i, step in enumerate(one.steps)]
+    return replace(one, steps=steps)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_equal_runs_have_no_fault(precision):
+    row, one = healthy(precision)
+    assert not faults_of(row, [one])
 
 
 @pytest.mark.parametrize("part", ["gradients", "weights"])
-@pytest.mark.parametrize(
-    "precision, relative, name",
-    [
-        ("fp64", 2e-10, "layers.1.mlp.up.weight"),
-        ("fp32", 1e-5, "layers.1.mlp.up.weight"),
-        ("bf16", 0.1, "embedding.word.weight"),
-        ("fp16", 0.01, "embedding.word.weight"),
-    ],
-)
-def test_one_element_off(precision, relative, name, part):
-    row = Row("dp2", "gpt", precision)
-    one = outcome(row)
+@pytest.mark.parametrize("precision, relative", [*zip(PRECISIONS, (2e-10, 1e-5, 0.1, 0.01))])
+def test_one_element_off(precision, relative, part):
+    row, one = healthy(precision)
+    narrow = precision in ("bf16", "fp16")
+    name = "embedding.word.weight" if narrow else "layers.1.mlp.up.weight"
     faults = faults_of(row, [replace(one, **{part: off(getattr(one, part), name, relative)})])
     assert len(faults) == 1 and f"{part} of {name}" in faults[0]
 
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
-@pytest.mark.parametrize("precision, relative", [("bf16", 0.1), ("fp16", 0.01)])
-def test_one_step_of_a_narrow_run_off(precision, relative, field):
-    row = Row("dp2", "gpt", precision)
-    one = outcome(row)
-    steps = list(one.steps)
-    steps[5] = replace(steps[5], **{field: getattr(steps[5], field) * (1 + relative)})
-    assert not steps[5].skipped
-    faults = faults_of(row, [replace(one, steps=steps)])
-    assert len(faults) == 1 and faults[0].startswith(f"{field}: error")
-
-
-@pytest.mark.parametrize("field", ["loss", "grad_norm"])
-def test_one_step_off(field):
-    row = Row("dp2", "gpt")
-    one = outcome(row)
-    steps = list(one.steps)
-    steps[1] = replace(steps[1], **{field: getattr(steps[1], field) * (1 + 2e-10)})
-    faults = faults_of(row, [replace(one, steps=steps)])
-    assert len(faults) == 1 and faults[0].startswith(f"step 2: {field}")
+@pytest.mark.parametrize(
+    "precision, step, relative, begin",
+    [
+        ("fp64", 1, 2e-10, "step 2: {}"),
+        ("bf16", 5, 0.1, "{}: error"),
+        ("fp16", 5, 0.01, "{}: error"),
+    ],
+)
+def test_one_step_off(precision, step, relative, begin, field):
+    row, one = healthy(precision)
+    assert not one.steps[step].skipped
+    value = getattr(one.steps[step], field) * (1 + relative)
+    faults = faults_of(row, [with_step(one, step, **{field: value})])
+    assert len(faults) == 1 and faults[0].startswith(begin.format(field))
 
 
 def test_another_pattern_of_skipped_steps():
-    row = Row("dp2", "gpt", "fp16")
-    one = outcome(row)
-    assert (
-        sum(step.skipped for step in one.steps) == 4
-        and len({step.loss_scale for step in one.steps}) >= 3
-    )
-    steps = list(one.steps)
-    steps[3] = replace(steps[3], loss_scale=steps[3].loss_scale * 2)
-    assert any("skipped steps" in fault for fault in faults_of(row, [replace(one, steps=steps)]))
+    row, one = healthy("fp16")
+    assert sum(step.skipped for step in one.steps) == 4
+    assert len({step.loss_scale for step in one.steps}) >= 3
+    other = with_step(one, 3, loss_scale=one.steps[3].loss_scale * 2)
+    assert any("skipped steps" in fault for fault in faults_of(row, [other]))
 
 
 def test_ranks_that_disagree():
-    one = outcome(Row("dp2", "gpt"))
-    other = replace(
-        one, steps=[replace(one.steps[0], loss=one.steps[0].loss * (1 + 1e-15)), *one.steps[1:]]
-    )
-    assert (
-        compare.ranks_agree([one, one]) == []
-        and "rank 1 reports other steps" in compare.ranks_agree([one, other])[0]
-    )
+    _, one = healthy("fp64")
+    other = with_step(one, 0, loss=one.steps[0].loss * (1 + 1e-15))
+    assert compare.ranks_agree([one, one]) == []
+    assert "rank 1 reports other steps" in compare.ranks_agree([one, other])[0]
 
 
 def test_a_wide_reduction_is_no_narrow_one():
-    row = Row("dp2", "gpt", "wire")
-    wide = replace(row, precision="fp32")
-    assert faults_of(row, [outcome(wide)]) == [
+    _, wide = healthy("fp32")
+    assert faults_of(Row("dp2", "gpt", "wire"), [wide]) == [
         "gradients: no tensor shows the rounding of a narrow reduction"
     ]
 
 
-def test_boxes_must_tile_and_copies_must_be_equal():
-    def rank(first: int, values: list[float], owner: bool = True) -> Outcome:
-        return Outcome(
-            [],
-            [],
-            [],
-            [Piece("w", (4,), (first,), torch.tensor(values, dtype=torch.float64), owner)],
-            [],
-        )
-
-    def gathered(*ranks: Outcome) -> tuple[list[float], list[str]]:
-        faults: list[str] = []
-        return gather(list(ranks), lambda outcome: outcome.weights, faults)["w"].tolist(), faults
-
-    assert gathered(rank(0, [1, 2]), rank(2, [3, 4])) == ([1, 2, 3, 4], [])
-    assert gathered(rank(0, [1, 2]), rank(0, [1, 2], False), rank(2, [3, 4]))[1] == []
-    assert gathered(rank(0, [1, 2]), rank(0, [1, 2.0001], False), rank(2, [3, 4]))[1] == [
-        "w at (0,): ranks 0 and 1 hold other bits"
-    ]
-    assert gathered(rank(0, [1, 2]), rank(0, [1, 2]), rank(2, [3, 4]))[1] == [
-        "w: boxes are owned [1, 2] times"
-    ]
-    assert gathered(rank(0, [1, 2]), rank(3, [4]))[1] == ["w: boxes are owned [0, 1] times"]
+@pytest.mark.parametrize(
+    "second, fault",
+    [
+        ((0, [1, 2], False), None),
+        ((0, [1, 2.0001], False), "w at (0,): ranks 0 and 1 hold other bits"),
+        ((0, [1, 2], True), "w: boxes are owned [1, 2] times"),
+        ((3, [4], True), "w: boxes are owned [0, 1] times"),
+    ],
+)
+def test_boxes_must_tile_and_copies_must_be_equal(second, fault):
+    ranks = [(0, [1, 2], True), second, *([(2, [3, 4], True)] if second[0] == 0 else [])]
+    outcomes, faults = [], []
+    for first, values, owner in ranks:
+        piece = Piece("w", (4,), (first,), torch.tensor(values, dtype=torch.float64), owner)
+        outcomes.append(Outcome([], [], [], [piece], []))
+    whole = gather(outcomes, "weights", faults)["w"].tolist()
+    assert faults == ([] if fault is None else [fault])
+    assert fault is not None or whole == [1, 2, 3, 4]

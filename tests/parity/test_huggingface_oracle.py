@@ -7,8 +7,8 @@ the float64 rows these names mean float64.
 """
 
 import contextlib
-import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ GPT2 = ModelConfig(
     attention_dropout=0.0,
     init_method_std=0.2,
 )
-LLAMA = dataclasses.replace(
+LLAMA = replace(
     GPT2,
     position_embedding_type="rope",
     normalization="RMSNorm",
@@ -54,41 +54,39 @@ LLAMA = dataclasses.replace(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
-MIXTRAL = dataclasses.replace(LLAMA, num_experts=6, moe_ffn_hidden_size=24)
+MIXTRAL = replace(LLAMA, num_experts=6, moe_ffn_hidden_size=24)
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
-    "llama-tied": dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False),
-    "llama3-scaled": dataclasses.replace(
+    "llama-tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
+    "llama3-scaled": replace(
         LLAMA, use_rope_scaling=True, rope_original_max_position_embeddings=16, rotary_base=500.0
     ),
-    "llama-linear": dataclasses.replace(LLAMA, rotary_seq_len_interpolation_factor=2.0),
-    "llama-yarn": dataclasses.replace(
+    "llama-linear": replace(LLAMA, rotary_seq_len_interpolation_factor=2.0),
+    "llama-yarn": replace(
         LLAMA,
         position_embedding_type="yarn",
         rope_scaling_factor=4.0,
         rope_original_max_position_embeddings=8,
     ),
-    "mistral-window": dataclasses.replace(LLAMA, window_size=5),
-    "qwen2": dataclasses.replace(LLAMA, add_qkv_bias=True),
-    "qwen2-window-of-some-layers": dataclasses.replace(
+    "mistral-window": replace(LLAMA, window_size=5),
+    "qwen2": replace(LLAMA, add_qkv_bias=True),
+    "qwen2-window-of-some-layers": replace(
         LLAMA, add_qkv_bias=True, window_size=5, window_attn_skip_freq="2"
     ),
-    "qwen3": dataclasses.replace(LLAMA, qk_layernorm=True),
+    "qwen3": replace(LLAMA, qk_layernorm=True),
     "mixtral": MIXTRAL,
-    "mixtral-top-1": dataclasses.replace(MIXTRAL, moe_router_topk=1, window_size=5),
-    "granite-moe-shared": dataclasses.replace(
-        MIXTRAL, moe_shared_expert_intermediate_size=40, kv_channels=12
-    ),
-    "qwen2-moe": dataclasses.replace(
+    "mixtral-top-1": replace(MIXTRAL, moe_router_topk=1, window_size=5),
+    "granite-moe-shared": replace(MIXTRAL, moe_shared_expert_intermediate_size=40, kv_channels=12),
+    "qwen2-moe": replace(
         MIXTRAL,
         add_qkv_bias=True,
         moe_router_pre_softmax=True,
         moe_shared_expert_intermediate_size=40,
         moe_shared_expert_gate=True,
     ),
-    "qwen3-moe": dataclasses.replace(MIXTRAL, qk_layernorm=True, moe_router_topk=4),
-    "qwen3-moe-plain": dataclasses.replace(
+    "qwen3-moe": replace(MIXTRAL, qk_layernorm=True, moe_router_topk=4),
+    "qwen3-moe-plain": replace(
         MIXTRAL, qk_layernorm=True, moe_router_pre_softmax=True, moe_layer_freq="[0]*1+[1]*1"
     ),
 }
@@ -101,58 +99,52 @@ BIASED = {
     "moe_router_topk_scaling_factor": 2.5,
     "moe_shared_expert_intermediate_size": 48,
 }
-LAYER_NORM = dataclasses.replace(LLAMA, normalization="LayerNorm", norm_epsilon=1e-3)
+LAYER_NORM = replace(LLAMA, normalization="LayerNorm", norm_epsilon=1e-3)
 HALF = {"rotary_percent": 0.5}
 SHORT_YARN = {"position_embedding_type": "yarn", "rope_original_max_position_embeddings": 8}
 PLAIN = {"activation": "gelu-tanh", "add_bias_linear": True}
 # latent attention, as DeepSeek-V3
-LATENT_DENSE = dataclasses.replace(LLAMA, num_query_groups=4, q_lora_rank=20, **LATENT)
-LATENT_YARN = dataclasses.replace(LATENT_DENSE, rotary_base=100.0, **YARN)
-LATENT_MOE = dataclasses.replace(LATENT_YARN, num_layers=3, moe_layer_freq="[0]*1+[1]*2", **ROUTED)
-ONE_GROUP = dataclasses.replace(
+LATENT_DENSE = replace(LLAMA, num_query_groups=4, q_lora_rank=20, **LATENT)
+LATENT_YARN = replace(LATENT_DENSE, rotary_base=100.0, **YARN)
+LATENT_MOE = replace(LATENT_YARN, num_layers=3, moe_layer_freq="[0]*1+[1]*2", **ROUTED)
+ONE_GROUP = replace(
     LATENT_MOE, moe_router_num_groups=None, moe_router_group_topk=None, moe_router_topk=3
 )
-SOFTMAX = dataclasses.replace(
+SOFTMAX = replace(
     ONE_GROUP,
     moe_router_score_function="softmax",
     moe_router_pre_softmax=True,
     moe_router_enable_expert_bias=False,
 )
 FURTHER = {
-    ("glm4_moe", "biases"): dataclasses.replace(MIXTRAL, **BIASED, **HALF, add_qkv_bias=True),
-    ("glm4_moe", "qk-norm"): dataclasses.replace(MIXTRAL, **BIASED, **HALF, qk_layernorm=True),
-    ("glm4_moe", "dense-scaled"): dataclasses.replace(LLAMA, **HALF, **SHORT_YARN),
-    ("dots1", "plain"): dataclasses.replace(MIXTRAL, **BIASED, qk_layernorm=True),
+    ("glm4_moe", "biases"): replace(MIXTRAL, **BIASED, **HALF, add_qkv_bias=True),
+    ("glm4_moe", "qk-norm"): replace(MIXTRAL, **BIASED, **HALF, qk_layernorm=True),
+    ("glm4_moe", "dense-scaled"): replace(LLAMA, **HALF, **SHORT_YARN),
+    ("dots1", "plain"): replace(MIXTRAL, **BIASED, qk_layernorm=True),
     ("phi3", "plain"): LLAMA,
-    ("phi3", "partial-window"): dataclasses.replace(LLAMA, **HALF, window_size=5),
-    ("seed_oss", "plain"): dataclasses.replace(LLAMA, add_qkv_bias=True, kv_channels=12),
-    ("ernie4_5", "plain"): dataclasses.replace(LLAMA, kv_channels=12),
-    ("arcee", "plain"): dataclasses.replace(LLAMA, activation="squared-relu"),
-    ("arcee", "biases"): dataclasses.replace(LLAMA, **PLAIN),
-    ("starcoder2", "window"): dataclasses.replace(LAYER_NORM, **PLAIN, window_size=5),
-    ("stablelm", "plain"): dataclasses.replace(LAYER_NORM, **HALF, add_qkv_bias=True),
-    ("nemotron", "plain"): dataclasses.replace(LAYER_NORM, **HALF, activation="squared-relu"),
-    ("nemotron", "biases"): dataclasses.replace(LAYER_NORM, **HALF, **PLAIN),
-    ("gpt_neox", "plain"): dataclasses.replace(
+    ("phi3", "partial-window"): replace(LLAMA, **HALF, window_size=5),
+    ("seed_oss", "plain"): replace(LLAMA, add_qkv_bias=True, kv_channels=12),
+    ("ernie4_5", "plain"): replace(LLAMA, kv_channels=12),
+    ("arcee", "plain"): replace(LLAMA, activation="squared-relu"),
+    ("arcee", "biases"): replace(LLAMA, **PLAIN),
+    ("starcoder2", "window"): replace(LAYER_NORM, **PLAIN, window_size=5),
+    ("stablelm", "plain"): replace(LAYER_NORM, **HALF, add_qkv_bias=True),
+    ("nemotron", "plain"): replace(LAYER_NORM, **HALF, activation="squared-relu"),
+    ("nemotron", "biases"): replace(LAYER_NORM, **HALF, **PLAIN),
+    ("gpt_neox", "plain"): replace(
         LAYER_NORM, **HALF, **PLAIN, num_query_groups=4, group_query_attention=False
     ),
     ("deepseek_v3", "dense"): LATENT_DENSE,
-    ("deepseek_v3", "whole-queries"): dataclasses.replace(LATENT_DENSE, q_lora_rank=None),
+    ("deepseek_v3", "whole-queries"): replace(LATENT_DENSE, q_lora_rank=None),
     ("deepseek_v3", "yarn"): LATENT_YARN,
-    ("deepseek_v3", "yarn-plain"): dataclasses.replace(LATENT_YARN, mscale=1.0, mscale_all_dim=0.0),
+    ("deepseek_v3", "yarn-plain"): replace(LATENT_YARN, mscale=1.0, mscale_all_dim=0.0),
     ("deepseek_v3", "experts"): LATENT_MOE,
     ("deepseek_v3", "one-group"): ONE_GROUP,
-    ("deepseek_v3", "epsilons"): dataclasses.replace(
-        LATENT_DENSE, norm_epsilon=1e-2, latent_norm_epsilon=1e-6
-    ),
-    ("deepseek_v2", "greedy"): dataclasses.replace(SOFTMAX, q_lora_rank=None),
-    ("deepseek_v2", "groups"): dataclasses.replace(
-        SOFTMAX, moe_router_num_groups=4, moe_router_group_topk=3
-    ),
-    ("glm4_moe_lite", "experts"): dataclasses.replace(
-        ONE_GROUP, norm_epsilon=1e-2, latent_norm_epsilon=1e-6
-    ),
-    ("glm4_moe_lite", "every-second"): dataclasses.replace(ONE_GROUP, moe_layer_freq="2"),
+    ("deepseek_v3", "epsilons"): replace(LATENT_DENSE, norm_epsilon=1e-2, latent_norm_epsilon=1e-6),
+    ("deepseek_v2", "greedy"): replace(SOFTMAX, q_lora_rank=None),
+    ("deepseek_v2", "groups"): replace(SOFTMAX, moe_router_num_groups=4, moe_router_group_topk=3),
+    ("glm4_moe_lite", "experts"): replace(ONE_GROUP, norm_epsilon=1e-2, latent_norm_epsilon=1e-6),
+    ("glm4_moe_lite", "every-second"): replace(ONE_GROUP, moe_layer_freq="2"),
 }
 
 

@@ -2,10 +2,8 @@
 random_rows.py.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 from parity.random_rows import Case, Draw, faults
@@ -53,18 +51,3 @@ def test_a_resume_without_the_optimizers_state_is_noticed(gloo_world):
 
 def test_a_case_is_a_function_of_its_seed():
     assert Draw(3).case() == Draw(3).case() != Draw(4).case()
-
-
-@pytest.mark.full
-def test_every_pair_of_layout_flags_is_drawn():
-    """Within a thousand cases, but for pairs that the program refuses."""
-    pairs: Counter[tuple[str, str]] = Counter()
-    seen: Counter[str] = Counter()
-    for seed in range(1000):
-        for layout in Draw(seed).case().layouts:
-            flags = sorted(word for word in layout.flags if word.startswith("--"))
-            pairs.update(combinations(flags, 2))
-            seen.update(flags)
-    assert min(seen.values()) >= 10, seen.most_common()[-5:]
-    absent = [pair for pair in combinations(sorted(seen), 2) if pair not in pairs]
-    assert len(absent) <= 0.1 * len(pairs), absent

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -113,11 +113,8 @@ def run_case(
         stack.enter_context(mock.patch.object(pretrain, "train", train))
         stack.enter_context(mock.patch.object(banner, "git_state", lambda root: None))
         if device == "cpu" and torch.cuda.is_available():
-            stack.enter_context(
-                mock.patch.object(
-                    pretrain, "choose_device", lambda launch, config: (torch.device("cpu"), "gloo")
-                )
-            )
+            choose = lambda launch, config: (torch.device("cpu"), "gloo")  # noqa: E731
+            stack.enter_context(mock.patch.object(pretrain, "choose_device", choose))
         stack.enter_context(mock.patch.object(step, "update", update))
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
         stack.enter_context(mock.patch.object(Tracker, "log", track))
@@ -133,16 +130,9 @@ def run_case(
     (run,) = kept
     assert run.device.type == device
     published_weights_are_the_masters(run)
-    reports = [pending.read() for pending in pendings]
     steps = [
-        Step(
-            report.loss,
-            report.grad_norm,
-            report.skipped,
-            report.batch.loss_scale,
-            report.batch.size,
-        )
-        for report in reports
+        Step(each.loss, each.grad_norm, each.skipped, each.batch.loss_scale, each.batch.size)
+        for each in (pending.read() for pending in pendings)
     ]
     return Outcome(
         steps, evaluations, gradients, pieces(run, run.optimizer.weight_boxes()), metrics
@@ -161,13 +151,7 @@ def first_gradients(run: loop.Run) -> list[Piece]:
     )
     prefix = f"optimizer.{state}."
     return [
-        Piece(
-            piece.name.removeprefix(prefix),
-            piece.shape,
-            piece.offset,
-            piece.values / share,
-            piece.owner,
-        )
+        replace(piece, name=piece.name.removeprefix(prefix), values=piece.values / share)
         for piece in pieces(run, run.optimizer.state_boxes())
         if piece.name.startswith(prefix)
     ]
@@ -320,12 +304,7 @@ def recorded() -> contextlib.AbstractContextManager:
 
 
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "uneven": uneven,
-    "overflow": overflow,
-    "few_tokens": few_tokens,
-    "unwritten": unwritten,
-    "traced": traced,
-    "recorded": recorded,
+    patch.__name__: patch for patch in (uneven, overflow, few_tokens, unwritten, traced, recorded)
 }
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from programs import run_script
+from programs import output_of, run_script
 from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,15 +35,7 @@ def start(command: str, folder: Path, *more: str) -> str:
         words[:script] = [sys.executable]
     else:
         return run_script(words[script:], folder)
-    done = subprocess.run(
-        words,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout + done.stderr
+    return output_of(words, folder, {**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def losses(shown: str) -> list[float]:

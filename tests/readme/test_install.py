@@ -4,7 +4,6 @@ PyPI's `kernels` and megatron-core's namespace package."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import sysconfig
 import tomllib
@@ -12,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from programs import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -46,7 +46,7 @@ DATA = "--data-path mine_text_document --tokenizer-type NullTokenizer --vocab-si
 def venv(tmp_path: Path) -> Path:
     """A virtual environment that sees this one's packages behind its own and holds other projects'
     `kernels` and `megatron.core`."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    output_of([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], tmp_path)
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     site = tmp_path / f"venv/lib/{version}/site-packages"
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -63,21 +63,12 @@ def venv(tmp_path: Path) -> Path:
 def pip(*arguments: str | Path, cwd: Path) -> None:
     """Run pip without a network and without touching dependencies."""
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    command = [sys.executable, "-m", "pip", *arguments, *offline]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def run(command: list[str | Path], folder: Path) -> str:
-    """Standard output of a command that must succeed."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    output_of([sys.executable, "-m", "pip", *arguments, *offline], cwd)
 
 
 def check_imports(venv: Path, home: Path, folder: Path) -> None:
     """Our modules are found below `home`, and PyPI's `kernels` is still itself."""
-    theirs, *paths = run([venv / "bin/python", "-c", CHECK], folder).split()
+    theirs, *paths = output_of([venv / "bin/python", "-c", CHECK], folder).split()
     assert theirs == "True" and all(path.startswith(str(home)) for path in paths), paths
 
 
@@ -85,7 +76,7 @@ def data_files() -> set[str]:
     """The names in a wheel of the files that are no modules, of every package in it. The list of
     compiled kernels is for kernels/tools/, which stays in the checkout.
     """
-    tracked = run(["git", "ls-files", "megatron", "kernels", "tools"], ROOT).split()
+    tracked = output_of(["git", "ls-files", "megatron", "kernels", "tools"], ROOT).split()
     return {
         name if name.startswith("megatron/") else f"megatron/{name}"
         for name in tracked
@@ -96,7 +87,7 @@ def data_files() -> set[str]:
 def test_wheel(venv: Path, clone: Path, tmp_path: Path):
     """The wheel of the sdist is complete; two of its commands prepare data and train."""
     sdist = "from setuptools import build_meta; build_meta.build_sdist('dist')"
-    run([sys.executable, "-c", sdist], clone)
+    output_of([sys.executable, "-c", sdist], clone)
     (archive,) = (clone / "dist").glob("*.tar.gz")
     pip("wheel", archive, "--wheel-dir", tmp_path / "wheels", cwd=tmp_path)
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
@@ -105,7 +96,7 @@ def test_wheel(venv: Path, clone: Path, tmp_path: Path):
     pip("--python", venv / "bin/python", "install", wheel, cwd=tmp_path)
     check_imports(venv, venv, tmp_path)
 
-    path_is_untouched, pages = json.loads(run([venv / "bin/python", "-c", HELP], tmp_path))
+    path_is_untouched, pages = json.loads(output_of([venv / "bin/python", "-c", HELP], tmp_path))
     assert path_is_untouched and pages.keys() == COMMANDS.keys()
     assert [name for name, (code, page) in pages.items() if code or len(page) < 200] == []
 
@@ -114,9 +105,9 @@ def test_wheel(venv: Path, clone: Path, tmp_path: Path):
         json.dumps({"text": "1 2 3 4 5 6 7 8 9 10 11 12 13"}) + "\n"
     )
     files = ["--input", "mine.jsonl", "--output-prefix", "mine", *DATA[2:], "--append-eod"]
-    run([command["mgpt-preprocess"], *files], tmp_path)
+    output_of([command["mgpt-preprocess"], *files], tmp_path)
     flags = [*MODEL, *TRAINING, *DATA, "--split", "100,0,0", "--save", "run", "--log-interval", "1"]
-    shown = run([command["mgpt-pretrain"], *flags], tmp_path)
+    shown = output_of([command["mgpt-pretrain"], *flags], tmp_path)
     assert shown.count("megatron-core 9.8.7 is installed") == 1, shown
     assert "`import megatron.core` works" in shown
 
@@ -129,6 +120,6 @@ def test_editable(venv: Path, clone: Path, tmp_path: Path):
     pip("--python", venv / "bin/python", "install", "-e", ".", cwd=clone)
     check_imports(venv, clone, tmp_path)
     flags = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "99", "--dry-run"]
-    shown = run([venv / "bin/mgpt-pretrain", *flags], tmp_path)
+    shown = output_of([venv / "bin/mgpt-pretrain", *flags], tmp_path)
     assert shown.count("megatron-core 9.8.7 is installed") == 1, shown
     assert "`import megatron.core` fails" in " ".join(shown.split())  # lines of the banner wrap

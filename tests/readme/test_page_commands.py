@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from programs import output_of
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
@@ -30,13 +30,7 @@ def preset(name: str) -> dict[str, list[str]]:
     """The flags that `preset NAME` sets, by the name of their variable."""
     script = f'source scripts/presets.sh && preset {name} && printf "%s\\n" "${{{{}}[@]}}"'
     return {
-        variable: subprocess.run(
-            ["bash", "-c", script.replace("{}", variable)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
+        variable: output_of(script.replace("{}", variable), ROOT).split()
         for variable in ("model", "fits")
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from programs import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -37,22 +37,6 @@ def commands(text: str) -> list[str]:
     ]
 
 
-def run(command: str, folder: Path, environment: dict[str, str]) -> str:
-    """Standard output of a shell command that must succeed."""
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, (
-        f"{command}\nexit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    )
-    return done.stdout
-
-
 def test_the_test_command_is_what_ci_runs():
     assert TEST_COMMAND in commands(README)
     assert (ROOT / ".ci/run").read_text().splitlines()[1:] == [TEST_COMMAND]
@@ -64,7 +48,7 @@ def test_the_test_command_is_what_ci_runs():
 @pytest.fixture(scope="session")
 def quickstart(clone: Path, environment: dict[str, str]) -> str:
     """What the README's first command prints in a fresh checkout, with STEPS steps."""
-    return run(commands(README)[0], clone, {**environment, "QUICKSTART_STEPS": str(STEPS)})
+    return output_of(commands(README)[0], clone, {**environment, "QUICKSTART_STEPS": str(STEPS)})
 
 
 @pytest.mark.slow
@@ -81,8 +65,8 @@ def test_the_quickstart_reaches_the_expected_loss(
 ):
     """As it is, with the tokenizer of the shorter one; started again, it only reports."""
     shutil.rmtree(clone / "quickstart/run")
-    quickstart_did_its_work(run(commands(README)[0], clone, environment), clone, 200)
-    again = run(commands(README)[0], clone, environment)
+    quickstart_did_its_work(output_of(commands(README)[0], clone, environment), clone, 200)
+    again = output_of(commands(README)[0], clone, environment)
     assert re.search(r"validation loss.*expected.*got", again)
     assert "consumed samples" not in again, "a second run must not train again"
 
@@ -94,7 +78,7 @@ def test_the_tutorials_commands_run(quickstart: str, clone: Path, environment: d
     listed = [command for page in TUTORIALS for command in commands(page.read_text())]
     assert len(listed) > 10
     for command in listed:
-        run(command, clone, environment)
+        output_of(command, clone, environment)
 
 
 def quickstart_did_its_work(shown: str, clone: Path, steps: int) -> None:
@@ -133,7 +117,7 @@ def dry_run(model: str, given: str, ranks: int, folder: Path, environment: dict[
     ours = re.sub(r"--(data-path|tokenizer-type|tokenizer-model) +\S+", "", given)
     flags = f'"${{model[@]}}" "${{fits[@]}}" {ours} --mock-data --vocab-size 128255'
     prepare = f"source scripts/presets.sh && preset {model}"
-    return run(
+    return output_of(
         f"{prepare} && python pretrain_gpt.py {flags} --dry-run --world-size {ranks}",
         folder,
         environment,

@@ -7,13 +7,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
-
-from megatron.config.arguments import parse_arguments
-from megatron.config.errors import ArgumentErrors
+from programs import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/recipe.md").read_text()
@@ -21,17 +18,6 @@ BLOCKS = [
     block.replace("\\\n", " ") for block in re.findall(r"^```text\n(.*?)^```", PAGE, re.S | re.M)
 ]
 PREPARE = "source scripts/presets.sh && preset speedrun-124m"
-# written down although they are our defaults
-AS_BY_DEFAULT = {"--adam-beta1", "--clip-grad", "--min-lr", "--tensor-model-parallel-size"}
-
-
-def shell(command: str, folder: Path, environment: dict[str, str] | None = None) -> str:
-    """Standard output of a command that must succeed."""
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
 
 
 def run_flags() -> str:
@@ -43,11 +29,6 @@ def run_flags() -> str:
     )
     assert command.startswith(start)
     return command.removeprefix(start)
-
-
-def preset_flags() -> list[str]:
-    shown = shell(f'{PREPARE} && printf "%s\\n" "${{model[@]}}" "${{fits[@]}}"', ROOT)
-    return shown.split()
 
 
 def settings(flags: list[str]) -> dict[str, list[str]]:
@@ -73,7 +54,7 @@ def without_data(flags: str) -> str:
 @pytest.mark.full
 def test_the_run_is_what_the_page_says(ranks, batch, clone, environment):
     flags = f'"${{model[@]}}" "${{fits[@]}}" {without_data(run_flags())} --world-size {ranks}'
-    shown = shell(f"{PREPARE} && python pretrain_gpt.py {flags} --dry-run", clone, environment)
+    shown = output_of(f"{PREPARE} && python pretrain_gpt.py {flags} --dry-run", clone, environment)
     parameters = re.search(r"([\d,]+) parameters \(", shown)[1]
     iterations = re.search(r"([\d,]+) iterations, ([\d,]+) samples", shown)
     assert f"there are {parameters} parameters" in " ".join(PAGE.split())
@@ -97,29 +78,6 @@ def test_the_job_asks_for_the_same_run():
     assert settings(job) == settings(shlex.split(run_flags()))
 
 
-def test_lengths_are_whole_steps_and_shares_of_the_run():
-    run = settings([*preset_flags(), *shlex.split(run_flags())])
-    samples = int(run["--train-samples"][1])
-    assert samples == 5625 * 512
-    assert int(run["--lr-wsd-decay-samples"][1]) == round(0.7 * samples)
-    assert int(run["--lr-warmup-samples"][1]) == 250 * 512
-
-
-def test_no_flag_of_the_preset_is_idle():
-    """Taken away, each changes the configuration or leaves it incomplete."""
-    words = settings([*preset_flags(), *without_data("--train-samples 2880000").split()])
-    whole = parse_arguments([word for each in words.values() for word in each]).config
-    idle = set()
-    for flag in words:
-        rest = [word for other, each in words.items() if other != flag for word in each]
-        try:
-            if parse_arguments(rest).config == whole:
-                idle.add(flag)
-        except ArgumentErrors:
-            pass
-    assert idle == AS_BY_DEFAULT
-
-
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_small_corpus_is_tokenised_and_trained_by_the_pages_commands(
@@ -138,14 +96,14 @@ def test_a_small_corpus_is_tokenised_and_trained_by_the_pages_commands(
     (data / "fineweb-train.jsonl").write_text("".join(lines))
     [block] = [block for block in BLOCKS if "preprocess_data" in block]
     for command in block.strip().splitlines():
-        shell(command.replace("--workers 8", "--workers 1"), clone, environment)
+        output_of(command.replace("--workers 8", "--workers 1"), clone, environment)
     small = """--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32
         --micro-batch-size 4 --global-batch-size 8 --train-samples 480 --lr-wsd-decay-samples 320
         --lr-warmup-samples 80 --eval-interval 60 --eval-iters 2 --log-interval 20""".split()
     command = (
         f'python pretrain_gpt.py "${{model[@]}}" "${{fits[@]}}" {run_flags()} {" ".join(small)}'
     )
-    shown = shell(f"{PREPARE} && {command}", clone, environment)
+    shown = output_of(f"{PREPARE} && {command}", clone, environment)
     rates = re.findall(r"learning rate: (\S+)", shown)
     assert [float(rate) for rate in rates] == pytest.approx([1.5e-3, 0.75e-3, 0.0])
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", shown)]

@@ -127,7 +127,8 @@ ROUTED = (
     *COEFFICIENTS,
     "--moe-aux-loss-coeff",
     *map(str, COEFFICIENTS.values()),
-    *f"--moe-expert-capacity-factor {FACTOR} --moe-layer-freq [1]*{L} --eval-iters 0".split(),
+    *f"--moe-expert-capacity-factor {FACTOR} --eval-iters 0".split(),
+    *f"--num-layers {L + 1} --moe-layer-freq [1,0,1]".split(),  # L with experts
 )
 
 
@@ -137,8 +138,8 @@ def balance(shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def routers_metrics(logits: list[list[torch.Tensor]]) -> Row:
-    """Of a step, from the logits [s b, E] of each layer and micro-batch: means over layers and
-    tokens; loads over the whole step.
+    """Of a step, from the logits [s b, E] of each layer with experts and micro-batch: means over
+    these layers and tokens; loads over the whole step.
     """
     found = dict.fromkeys(
         ("load-balancing-loss", "seq-load-balancing-loss", "router-z-loss", "objective"), 0.0

@@ -40,7 +40,7 @@ def train(gloo_world):
 def whole(outcomes: list[Outcome], part: str = "weights") -> dict[str, torch.Tensor]:
     """Logical tensors out of all ranks' slices, of which each element must have one owner."""
     faults: list[str] = []
-    tensors = gather(outcomes, lambda outcome: getattr(outcome, part), faults)
+    tensors = gather(outcomes, part, faults)
     assert not faults
     return tensors
 
@@ -180,16 +180,16 @@ def test_no_bit_changes_with(train, layout):
 
 def blamed(flags: tuple[str, ...]) -> str:
     """What a run logs that stops at the samples of PATCHES["overflow"]."""
-    said = io.StringIO()
+    output = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(contextlib.redirect_stderr(said))
+        stack.enter_context(contextlib.redirect_stderr(output))
         # the world lives on
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         stack.enter_context(PATCHES["overflow"]())
         parsed = parse_arguments(list(flags))
         assert pretrain.pretrain(parsed.config, parsed.notes) == 1
-    return said.getvalue()
+    return output.getvalue()
 
 
 def names_sample_13(text: str) -> bool:
@@ -221,6 +221,6 @@ def test_a_non_finite_gradient_is_traced_to_its_micro_batch_and_rank(gloo_world,
         "1",
         *(("--num-layers", "4") if words.pp > 1 else ()),
     )
-    said = gloo_world(words.ranks).run(blamed, flags)
-    assert names_sample_13(said[0]), said[0]
-    assert not any(said[1:])
+    output = gloo_world(words.ranks).run(blamed, flags)
+    assert names_sample_13(output[0]), output[0]
+    assert not any(output[1:])
