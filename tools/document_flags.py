@@ -65,7 +65,7 @@ def _value(value: object) -> str:
 
 
 def _option_row(option: Option) -> str:
-    names = ", ".join(f"`{name}`" for name in (*option.names, *option.off))
+    names = ", ".join(f"`{name}`" for name in option.spellings)
     if option.choices:
         names += " " + " \\| ".join(map(str, option.choices))
     elif option.kind is not bool:

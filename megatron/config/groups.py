@@ -164,8 +164,7 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = not_negative(None)
     """Save and exit after this many minutes; 0: never."""
     manual_gc: bool = True
-    """Collect Python's garbage on all ranks at the same iterations (--manual-gc-interval), so that
-    ranks do not wait for each other's collections."""
+    """Collect Python's garbage on all ranks at the same iterations: none waits for another's."""
     manual_gc_interval: int = not_negative(100, idle_without="--manual-gc")
     """Iterations between collections; 0: none but those of --manual-gc-eval."""
     manual_gc_eval: bool = flag(True, idle_without="--manual-gc")
@@ -278,8 +277,7 @@ class OptimizerConfig:
     )
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
     optimizer_nvme_offload: str | None = flag(None, needs="--optimizer adam")
-    """Keep master weights and moments in files in this folder, on a local disk of each node; sets
-    --optimizer-cpu-offload."""
+    """Keep master weights and moments in files in this folder, on a local disk of each node."""
     param_cpu_offload: bool = flag(False, needs=("--optimizer adam", "--zero-stage 3"))
     """With --zero-stage 3: keep frozen weights, and those whose optimizer state is in host memory,
     there too; sets --optimizer-cpu-offload."""
@@ -378,8 +376,7 @@ class CheckpointConfig:
     """Resume although these changed: data (files, blend, sequence length), tokenizer (of the same
     size), batch (size, ramp-up), seed, positions (rotary base, scaling, longest sequence)."""
     use_checkpoint_args: bool = False
-    """Take model shape, dropout, tokenizer and sequence length from the checkpoint where no flag
-    is given."""
+    """Take model, dropout, tokenizer and sequence length from the checkpoint where not given."""
     ckpt_parallel_write: Literal["balanced", "owner"] = "balanced"
     """How replicas divide the writing: balanced, an equal part each; owner, the first rank all."""
     async_save: bool = save_flag(False)
@@ -394,8 +391,7 @@ class CheckpointConfig:
     local_save_interval: int | None = local_flag(None, "--non-persistent-save-interval")
     """Iterations between checkpoints in --local-checkpoint-dir."""
     local_redundancy: Literal["none", "partner", "xor"] = local_flag("none")
-    """How a lost node is rebuilt: partner, from another node's copy; xor, from parity blocks over
-    up to 8 nodes."""
+    """Rebuild a lost node from another's copy (partner) or parity blocks of up to 8 nodes (xor)."""
     save_rate_limit: float | None = flag(None, bound=RATE, idle_without="--async-save")
     """Most MB/s that each rank's background save sends to --save."""
     save_retain_interval: int | None = save_flag(None)
@@ -421,8 +417,7 @@ class LoggingConfig:
     moe_per_layer_logging: bool = flag(False, idle_without="--num-experts N")
     """Log how evenly tokens go to the experts of each layer, not of the worst one alone."""
     log_sample_text: int = not_negative(0, needs=needs.EVALUATED)
-    """At each evaluation, log this many tokens that the model generates from the first validation
-    sample. Each takes a forward pass."""
+    """At each evaluation, log this many tokens generated from the first validation sample."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     log_straggler: bool = True
@@ -525,8 +520,7 @@ class DistributedConfig:
     zero_stage: Literal[0, 1, 2, 3] = flag(0, change=ROUNDING)
     """ZeRO: data-parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights."""
     zero_shard_size: int | None = flag(None, needs=needs.SHARDED, change=ROUNDING)
-    """Neighbouring data-parallel ranks that ZeRO shards over, such as a node's; each group holds a
-    copy. Default: all."""
+    """Neighbouring data-parallel ranks that ZeRO shards over, such as a node's. Default: all."""
     zero3_keep_gathered: bool = flag(False, needs="--zero-stage 3")
     """ZeRO-3: gather a layer once a step, not for every pass."""
     overlap_param_gather: bool = flag(True, idle_without=needs.GATHERED)

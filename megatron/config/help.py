@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
-from collections.abc import Iterable
 
 from megatron.config.errors import ArgumentErrors, UserError, did_you_mean
 from megatron.config.groups import Config
@@ -72,12 +71,15 @@ def help_text(argv: list[str]) -> str:
     if flag == "--completion" and word != "bash":
         raise UserError(f"--completion {word}: only bash is supported; give --completion bash")
     if flag == "--completion":
-        return COMPLETION.format(
-            flags=" ".join(["--help", *COMMANDS, *_spellings(FIELDS.values())])
-        )
+        spellings = [name for option in FIELDS.values() for name in option.spellings]
+        return COMPLETION.format(flags=" ".join(["--help", *COMMANDS, *spellings]))
     if flag != "--help-search":
         return _groups(word)
-    found = [option for option in FIELDS.values() if _mentions(option, word.lower())]
+    found = [
+        option
+        for option in FIELDS.values()
+        if word.lower() in " ".join([*option.spellings, option.help]).lower()
+    ]
     if not word or not found:
         raise UserError(f"--help-search {word}: no flag is about this; give another word")
     return _listing({"flags": found})
@@ -103,27 +105,15 @@ def _groups(name: str) -> str:
     return _listing({}, commands=True) + "\n".join(["\ngroups:", *lines])
 
 
-def page(flag: str) -> str:
-    """The page that explains a flag, or an empty string."""
-    option, _ = options_by_flag().get(key(flag), (None, True))
-    place = f"{option.group}.{option.field}" if option else ""
-    return next((name for pattern, name in PAGES if re.search(pattern, place)), "")
-
-
 def explained(error: UserError) -> str:
     """The text of an error, with the pages that explain the flags of its faults."""
-    faults = error.faults if isinstance(error, ArgumentErrors) else []
-    found = dict.fromkeys(page(re.split(r"[\s:]", fault, maxsplit=1)[0]) for fault in faults)
-    names = [name for name in found if name]
-    return f"{error}\nexplained in {', '.join(names)}" if names else str(error)
-
-
-def _spellings(chosen: Iterable[Option]) -> list[str]:
-    return [name for option in chosen for name in (*option.names, *option.off)]
-
-
-def _mentions(option: Option, word: str) -> bool:
-    return any(word in text.lower() for text in (*_spellings((option,)), option.help))
+    pages: dict[str, None] = {}
+    for fault in error.faults if isinstance(error, ArgumentErrors) else []:
+        option, _ = options_by_flag().get(key(re.split(r"[\s:]", fault)[0]), (None, True))
+        place = f"{option.group}.{option.field}" if option else ""
+        found = [name for pattern, name in PAGES if re.search(pattern, place)]
+        pages |= dict.fromkeys(found[:1])
+    return f"{error}\nexplained in {', '.join(pages)}" if pages else str(error)
 
 
 def _listing(groups: dict[str, list[Option]], *, commands: bool = False) -> str:
@@ -133,7 +123,7 @@ def _listing(groups: dict[str, list[Option]], *, commands: bool = False) -> str:
         lines += ["", "command:"]
         for name, text in {**HELP, **COMMANDS}.items():
             takes_value = name in HELP or key(name) in TAKES_FILE
-            lines += _entry([name], METAVARS.get(name, "FILE") if takes_value else "", text)
+            lines += _entry((name,), METAVARS.get(name, "FILE") if takes_value else "", text)
     for title, chosen in groups.items():
         lines += ["", f"{title}:"]
         for option in chosen:
@@ -141,12 +131,12 @@ def _listing(groups: dict[str, list[Option]], *, commands: bool = False) -> str:
             if option.choices:
                 value = "{" + ",".join(map(str, option.choices)) + "}"
             default = "" if option.default is None else f" (default: {option.default})"
-            names = [*option.names, *option.off]
-            lines += _entry(names, value + " ..." * option.many, option.help + default)
+            value += " ..." * option.many
+            lines += _entry(option.spellings, value, option.help + default)
     return "\n".join(lines) + "\n"
 
 
-def _entry(names: list[str], value: str, text: str) -> list[str]:
+def _entry(names: tuple[str, ...], value: str, text: str) -> list[str]:
     indent = " " * 6
     wrapped = textwrap.fill(text, 80, initial_indent=indent, subsequent_indent=indent)
     return [f"  {', '.join(names)} {value}".rstrip(), wrapped]

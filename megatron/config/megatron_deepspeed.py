@@ -260,13 +260,6 @@ class Together:
                 f"--moe-min-capacity {least:g}: an expert's capacity of {capacity} tokens is below "
                 f"it; give --moe-train-capacity-factor {least / share:g} or more"
             )
-        if topk <= 2:
-            drawn = "drawn at random" if topk == 1 else "chosen by their place"
-            self.reading.notes.append(
-                f"--moe-train-capacity-factor {factor:g}: the tokens that an expert drops are "
-                f"{drawn} in DeepSpeed; here those with the smallest weights are "
-                "(--moe-token-drop-policy)"
-            )
         return factor
 
     def _unchosen(self, values: dict[str, Any]) -> dict[str, Any]:

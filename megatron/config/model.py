@@ -126,8 +126,7 @@ class ModelConfig:
     hidden_dropout: float = flag(0.1, bound=BELOW_ONE, change=DROPOUT)
     """Dropout after the embedding, attention and MLP."""
     attention_dropout: float = flag(0.1, bound=BELOW_ONE, change=DROPOUT)
-    """Dropout on attention probabilities. Without our kernels (GPUs of sm_80 and sm_90) it takes
-    the slow plain attention; 0 allows the fused one."""
+    """Dropout on attention probabilities. Kernels other than ours need 0 to be fused."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; residual outputs: / sqrt(2 x num-layers)."""
     make_vocab_size_divisible_by: int = model_flag(128)
@@ -154,8 +153,7 @@ class ModelConfig:
     deterministic_mode: bool = flag(True, change=ROUNDING)
     """Use only kernels that give the same bits every time; others may be faster on a GPU."""
     torch_compile: bool = flag(False, change=KERNEL)
-    """Compile each layer with torch.compile. Norms, rotary embedding, activations and dropout whose
-    backend is auto are torch's then."""
+    """Compile each layer with torch.compile; element-wise kernels are torch's where auto."""
     fused_linear_cross_entropy: bool = flag(False, change=ROUNDING)
     """Compute the logits in chunks of tokens, again in the backward pass, to save memory."""
     tiled_mlp: int = flag(1, change=ROUNDING)
@@ -174,8 +172,7 @@ class ModelConfig:
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = expert_flag(
         "softmax"
     )
-    """Scores of the router's logits; the chosen ones are normalized unless
-    --moe-router-pre-softmax."""
+    """Scores of the router's logits; normalized over the chosen unless --moe-router-pre-softmax."""
     moe_router_pre_softmax: bool = expert_flag(
         False, idle_without="--moe-router-score-function softmax"
     )
@@ -214,8 +211,7 @@ class ModelConfig:
     """How tokens reach their experts: alltoall, or allgather, which sends less if there are fewer
     expert-parallel ranks than experts per token."""
     moe_expert_capacity_factor: float | None = expert_steps_flag(None)
-    """Most tokens of an expert in a micro-batch, in even shares; others skip it. Default: no
-    limit."""
+    """Most tokens of an expert in a micro-batch, in even shares; others skip it. Default: all."""
     moe_token_drop_policy: Literal["probs", "position"] = flag(
         "probs", needs=(EXPERTS, "--moe-expert-capacity-factor N"), change=STEPS
     )

@@ -63,6 +63,11 @@ class Option:
     change: ChangeRule
 
     @property
+    def spellings(self) -> tuple[str, ...]:
+        """Those that set it and those that set it to False."""
+        return (*self.names, *self.off)
+
+    @property
     def help(self) -> str:
         """The text under the field."""
         return _helps()[self.field]
@@ -195,7 +200,7 @@ def options_by_flag() -> dict[str, tuple[Option, bool]]:
     """
     table: dict[str, tuple[Option, bool]] = {}
     for option in FIELDS.values():
-        for name in (*option.names, *option.off):
+        for name in option.spellings:
             assert key(name) not in table, f"{name} belongs to two fields"
             table[key(name)] = (option, name not in option.off)
     return table

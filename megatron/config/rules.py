@@ -1,4 +1,4 @@
-"""Rules between two fields, as tables: what excludes, contradicts, needs or bounds what.
+"""Rules between two fields, as tables: what excludes, needs or bounds what.
 
 A rule names a field, which counts where it is not at its default (or at the value of OFF), or
 `field=a,b`, which counts with these values. validate.py has the rules that need a computation.
@@ -45,12 +45,19 @@ class Exclusion(NamedTuple):
 
 
 COMPILED = ", which fixes what a compiled layer keeps"
-COMMUNICATES = ", under which attention communicates"
-TO_FULL = "remove one of them, or set --recompute-granularity full"
 TO_1F1B = "set --pipeline-schedule 1f1b or interleaved"
 LIMITED = "attention_backend=gluon,fa4,sdpa"
 
 EXCLUSIONS = (
+    # two ways to specify the same thing
+    Exclusion("bf16", "fp16 fp64"),
+    Exclusion("fp16", "fp64"),
+    Exclusion("train_iters", "train_samples"),
+    Exclusion("step_batch_size_schedule", "rampup_batch_size"),
+    Exclusion("lr_warmup_fraction", "lr_warmup_iters lr_warmup_samples"),
+    Exclusion("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+    Exclusion("recompute_layers recompute", "recompute_granularity"),
+    # what cannot act together
     Exclusion("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
     Exclusion(LIMITED, "attention_dropout", fix="set --attention-dropout 0 or remove the backend"),
     Exclusion(LIMITED, "attn_logit_softcapping"),
@@ -63,7 +70,7 @@ EXCLUSIONS = (
         "recompute recompute_layers recompute_granularity=selective",
         "torch_compile",
         COMPILED,
-        TO_FULL,
+        "remove one of them, or set --recompute-granularity full",
     ),
     Exclusion("tiled_mlp", "torch_compile", COMPILED),
     Exclusion(
@@ -72,7 +79,9 @@ EXCLUSIONS = (
         ", which plans for what stays on the device",
         "give what it chose as --recompute-layers, or remove one of them",
     ),
-    Exclusion("torch_compile cuda_graphs", "context_parallel_size", COMMUNICATES),
+    Exclusion(
+        "torch_compile cuda_graphs", "context_parallel_size", ", under which attention communicates"
+    ),
     Exclusion("cuda_graphs", "torch_compile recompute_granularity recompute recompute_layers"),
     # what a captured pass saves stays where it was captured; a small model needs no tensor
     # parallelism, and nothing has shown collectives in a graph
@@ -129,20 +138,6 @@ EXCLUSIONS = (
         "group_query_attention add_qkv_bias rotary_percent no_rope_freq rotary_backend=triton "
         "torch_compile fp8_format",
     ),
-)
-
-# Two ways to specify the same thing: keep one.
-CONTRADICTIONS = (
-    ("bf16", "fp16"),
-    ("bf16", "fp64"),
-    ("fp16", "fp64"),
-    ("train_iters", "train_samples"),
-    ("step_batch_size_schedule", "rampup_batch_size"),
-    ("lr_warmup_fraction", "lr_warmup_iters"),
-    ("lr_warmup_fraction", "lr_warmup_samples"),
-    ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
-    ("recompute_layers", "recompute_granularity"),
-    ("recompute", "recompute_granularity"),
 )
 
 MODEL_FILE = "tokenizer_type=SentencePieceTokenizer,HuggingFaceTokenizer,TikTokenizer"
@@ -286,9 +281,6 @@ def two_fields(run: RunView) -> Faults:
         for one, other in itertools.product(ones.split(), others.split()):
             if counts(run, one) and counts(run, other):
                 yield f"{shown(run, one)}: is not supported with {shown(run, other)}{why}; {fix}"
-    for one, other in CONTRADICTIONS:
-        if counts(run, one) and counts(run, other):
-            yield f"{run.show(one)}: contradicts {run.show(other)}; remove one of them"
     yield from _values(run)
 
 

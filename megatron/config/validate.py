@@ -10,7 +10,6 @@ nothing: the missing flag is a fault already.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,20 +133,11 @@ def _sources(run: RunView) -> Faults:
                 )
 
 
-def absent_tokenizer(path: str) -> str:
-    """What to do about a tokenizer's file that does not exist, which may be meant as a name on the
-    Hugging Face Hub.
-    """
-    local = "tokenizers are read from local files only"
-    is_file = os.path.splitext(path)[1] in (".json", ".model", ".tiktoken", ".txt")
-    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path)
-    if not is_name or is_file or os.path.isdir(os.path.dirname(path)):
-        return f"no such file; {local}"
-    return (
-        f"no such file or folder; {local}. If it is a repository on the Hugging Face Hub, run `hf "
-        f"download {path} tokenizer.json tokenizer_config.json --local-dir DIR`, and give "
-        "--tokenizer-model DIR with --tokenizer-type HuggingFaceTokenizer"
-    )
+ABSENT_TOKENIZER = (
+    "no such file or folder; tokenizers are read from local files: for one of the Hugging Face Hub "
+    "run `hf download NAME tokenizer.json tokenizer_config.json --local-dir DIR`, and give "
+    "--tokenizer-model DIR with --tokenizer-type HuggingFaceTokenizer"
+)
 
 
 def _tokenizer(run: RunView) -> Faults:
@@ -159,7 +149,7 @@ def _tokenizer(run: RunView) -> Faults:
         path = getattr(run, field)
         is_file = rule.startswith("tokenizer_type") and field != "vocab_size"
         if is_file and counts(run, rule) and path is not None and not os.path.exists(path):
-            yield run.fault(field, absent_tokenizer(path))
+            yield run.fault(field, ABSENT_TOKENIZER)
     for field in ("padded_vocab_size", "vocab_size"):
         is_rule = kind in (None, "NullTokenizer") and field == "vocab_size"  # that of the tokenizer
         rows = getattr(run, field)

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LINES = {
     "megatron/checkpoint": 5066,
-    "megatron/config": 5229,
+    "megatron/config": 5183,
     "megatron/data": 1649,
     "megatron/observe": 1473,
     "megatron/optimizer": 1575,

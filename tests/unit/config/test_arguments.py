@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -10,20 +9,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from config_lines import LINE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import groups
 from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, PAGES, explained, help_text
 from megatron.config.options import FIELDS, options_by_flag
 
-VALID = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --vocab-size 100"
-).split()
+VALID = LINE.split()
 
 
 def faults_of(argv: list[str]) -> list[str]:
@@ -79,16 +75,13 @@ def test_any_words_parse_or_give_argument_errors(argv: list[str]):
 
 
 def test_every_field_has_a_flag_a_help_and_its_default():
-    seen = {(option.group, option.field) for option in FIELDS.values()}
-    for group in dataclasses.fields(Config):
-        for field in dataclasses.fields(getattr(groups, group.type)):
-            assert (group.name, field.name) in seen
+    fields = [field for group in Config().to_dict().values() for field in group]
+    assert sorted(fields) == sorted(FIELDS)
     assert all(option.help for option in FIELDS.values())
     assert parse_arguments([]).config == Config()
     text = help_text(["--help", "all"])
-    assert all(
-        flag in text for option in FIELDS.values() for flag in (*option.names, *option.off)
-    ) and all(name in text for name in COMMANDS)
+    spellings = [flag for option in FIELDS.values() for flag in option.spellings]
+    assert all(flag in text for flag in (*spellings, *COMMANDS))
 
 
 @pytest.mark.parametrize(
@@ -135,11 +128,8 @@ def test_command_line_wins_over_the_file(tmp_path):
         "YAML 1.1\n"
     )
     config = parse_arguments(["--num-layers", "6", "--config", str(path)]).config
-    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (
-        6,
-        128,
-        1e-4,
-    )
+    found = config.model.num_layers, config.model.hidden_size, config.optimizer.lr
+    assert found == (6, 128, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -152,17 +142,14 @@ def test_command_line_wins_over_the_file(tmp_path):
             "model: {group_query_attention: null}",
             "model.group_query_attention = None: expected true or false",
         ),
-        ("data: {data_path: {a: 1}}", "expected a list"),
         ("model: [", "cannot be read"),
         ("- 1", "expected groups with settings"),
-        ("[1]", "expected an object, found a list"),
         (
             '{"model": {"num_layers": 2}, "model": {"hidden_size": 8}}',
             "the key 'model' occurs twice",
         ),
         ("model: {num_layers: 2, num_layers: 3}", "the key 'num_layers' occurs twice"),
         ("model: {num_layers: 010}", "010 is a number that versions of YAML read differently"),
-        ("model: {num_layers: 1:30}", "1:30 is a number that versions of YAML read differently"),
         ("checkpoint: {save: 2024-01-01}", "a value of the kind timestamp is not read here"),
         (
             "checkpoint: !!python/name:os.system x",
@@ -212,7 +199,7 @@ def test_all_faults_at_once():
         "--fp8-recipe delayed: not a recipe here; give --fp8-recipe tensorwise, rowwise or "
         "blockwise",
         "--retro-workdir x: retrieval",
-        "--bf16: contradicts --fp16",
+        "--bf16: is not supported with --fp16",
         "--zero3-keep-gathered: has no effect without --zero-stage 3",
         "--nan-policy ignore: choose from stop, skip",
         "did you mean cosine?",
@@ -264,7 +251,6 @@ def test_one_fault(argv, fault):
     [
         ("--override-opt_param-scheduler", "override_opt_param_scheduler", True),
         ("--disable-bias-linear", "add_bias_linear", False),
-        ("--no-save-optim", "save_optim", False),
         ("--bf16 --no-bf16", "bf16", False),
         ("--split '99,1,0'", "split", "99,1,0"),
         ("--data-path 0.5 a -0.5 b", "data_path", ("0.5", "a", "-0.5", "b")),
@@ -272,9 +258,6 @@ def test_one_fault(argv, fault):
         ("--train-samples 1e6", "train_samples", 1_000_000),
         ("--rampup-batch-size 16 16 5859375", "rampup_batch_size", (16, 16, 5859375)),
         ("--tokenizer-type Llama2Tokenizer", "tokenizer_type", "SentencePieceTokenizer"),
-        ("--normalization rmsnorm", "normalization", "RMSNorm"),
-        ("--num-key-value-heads 4", "num_query_groups", 4),
-        ("--swiglu", "activation", "swiglu"),
         ("--no-async-tensor-model-parallel-allreduce", "tp_comm_overlap", False),
     ],
 )

@@ -1,18 +1,27 @@
-"""The table of foreign flags: well-formed, and its answers."""
+"""The table of foreign flags: well-formed and complete, and its answers; a typo is refused with the
+flag that was meant.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from config_lines import check_fields, rows
 
 from megatron.config import compatibility
 from megatron.config.arguments import parse_arguments
-from megatron.config.compatibility import asks, by_value, data, table
+from megatron.config.compatibility import asks, by_value, data, recorded_names, table
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
-from megatron.config.options import FIELDS, options_by_flag
+from megatron.config.help import COMMANDS
+from megatron.config.options import FIELDS, key, options_by_flag
+
+ROOT = Path(__file__).resolve().parents[3]
+OURS = {*options_by_flag(), *map(key, COMMANDS)}
 
 VALUE_OF = {
     "--megatron-fsdp-main-grads-dtype": "bf16",
@@ -27,7 +36,6 @@ def test_the_table_is_consistent():
     assert len({flag for row in table() for flag in row.flags}) == sum(
         len(row.flags) for row in table()
     )
-    fields = FIELDS
     for row in table():
         assert row.flags and row.text
         assert (row.values != ()) == (row.verdict == "only") or row.verdict == "not_done"
@@ -86,8 +94,6 @@ ANSWERS = """
     fault --exp-avg-sq-dtype fp16: moments are kept
 --tp-comm-overlap --no-async-tensor-model-parallel-allreduce
     fault --no-async-tensor-model-parallel-allreduce: contradicts
---exit-signal SIGTERM
-    note
 --moe-loss-coeff 0.01
     note --moe-loss-coeff: has no effect without --num-experts
 --attention-head-type multihead --use-torch-compile=0
@@ -101,8 +107,6 @@ ANSWERS = """
     note --num-workers: data order
 
 # ZeRO
---use-distributed-optimizer
-    zero_stage = 1
 --zero-stage 2 --use-distributed-optimizer
     zero_stage = 2
 --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
@@ -122,9 +126,6 @@ ANSWERS = """
     optimizer_cpu_offload = True
 --megatron-fsdp-grad-comm-dtype fp32 --megatron-fsdp-main-params-dtype fp32
     grad_reduce_in_bf16 = False
---checkpoint-in-cpu
-    activation_offload = True
-    offload_modules = ('layer_input',)
 --offload-modules moe_act
     fault --offload-modules moe_act: of experts nothing is offloaded; recompute it with
 --cross-entropy-fusion-impl te
@@ -143,14 +144,10 @@ ANSWERS = """
     missing --profile-backward, --profile-steps: --profile writes Chrome traces
 --log-timers-to-tensorboard
     missing --log-timers-to-tensorboard: no timer is logged; give --timing-log-level 1
---log-timers-to-tensorboard --timing-log-level 1
-    timing_log_level = 1
 --attention-backend flash
     missing --attention-backend flash: with attention dropout or
 --attention-backend flash --attention-dropout 0
     attention_backend = auto
---split-transformers --tile-factor 1
-    missing --split-transformers: it saves no memory here
 
 # what changes the result or its safety
 --inprocess-restart
@@ -201,3 +198,58 @@ def test_notes_change_nothing():
         if row.verdict in ("note", "not_done") and not row.when and flag not in options_by_flag()
     ]
     assert len(noted) > 400 and parse_arguments(noted).config == Config()
+
+
+def test_the_table_answers_the_recorded_names_and_no_other():
+    recorded = {key(name) for name in recorded_names()}
+    counts = {source: len(text.split()) for source, text in data()["names"].items()}
+    assert list(counts.values())[:4] == [898, 115, 55, 4]
+    assert len(set(recorded_names())) == len(recorded_names()) == sum(counts.values())
+    assert recorded - OURS <= set(compatibility.rows()) <= recorded
+    for row in table():
+        for flag in row.flags:
+            if flag.endswith("*"):
+                assert any(compatibility.find(name) is row for name in recorded), (
+                    f"{flag} is short for no recorded flag"
+                )
+
+
+@pytest.mark.parametrize(
+    "line, end",
+    [
+        ("--async-sav", "did you mean --async-save?"),
+        ("--inprocess-restar", "did you mean --inprocess-restart?"),  # not of ours
+        ("-lr", "did you mean --lr?"),
+        ("--zzzzzzzzzzzz", "--zzzzzzzzzzzz: unknown flag"),
+        ("--tp 2", "did you mean --tensor-model-parallel-size?"),
+        (
+            "--dp 8",
+            "unknown flag; the data-parallel size is the number of ranks / (tensor x pipeline); "
+            "drop it",
+        ),
+        (
+            "--tokenizer-type TokenizerFromFileWithFIM",
+            "give HuggingFaceTokenizer, without tokens for infilling (fill-in-the-middle)",
+        ),
+        ("--lr-warmup-tokens x", "expected one number of 0 or more"),
+        ("--train-tokens 1e400 --seq-length 1", "expected one number of 0 or more"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_what_was_meant(line, end):
+    with pytest.raises(ArgumentErrors) as caught:
+        parse_arguments(line.split())
+    fault = caught.value.faults[0]
+    assert fault.startswith(line.split()[0]) and fault.endswith(end)
+
+
+def test_a_habit_is_nobodys_flag_and_stands_for_a_known_one():
+    habits = data()["habits"]
+    short = " ".join([*habits.values(), *data()["follows"]]).split()
+    assert len(set(short)) == len(short) and not {*short} & {*OURS, *compatibility.rows()}
+    assert all(ours in OURS or compatibility.find(ours) for ours in habits)
+
+
+def test_the_page_of_flags_is_current():
+    command = [sys.executable, "tools/document_flags.py", "--check"]
+    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert checked.returncode == 0, checked.stderr

@@ -193,7 +193,7 @@ def test_nothing_fits():
         ("--memory-budget 3", "--memory-budget 3.0: has no effect without --recompute auto"),
         (
             "--recompute auto --memory-budget 3 --recompute-granularity full",
-            "--recompute auto: contradicts --recompute-granularity full",
+            "--recompute auto: is not supported with --recompute-granularity full",
         ),
         ("--recompute full", "--recompute full: auto chooses; give --recompute-granularity full"),
         ("--recompute-layers full*2", "covers 2 layers, not --num-layers 3"),
