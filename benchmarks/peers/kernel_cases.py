@@ -36,7 +36,7 @@ from torch import Tensor
 from megatron.model.attention.rotary import apply_rotary
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.main_grad import wgrad_gemm
-from megatron.parallel.grad_norm import sum_of_squares as torch_sum
+from megatron.optimizer.optimizer import sum_of_squares as torch_sum
 
 COPY_SHARE = 0.85  # of the copy's bandwidth: what the predictions of memory-bound operators assume
 # TFLOP/s of (head dimension, forward) that were expected from models of the hardware before

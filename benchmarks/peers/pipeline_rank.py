@@ -73,6 +73,7 @@ from megatron.parallel.schedule import (
     message_needed,
     place,
 )  # noqa: E402
+from megatron.parallel.zero_plan import ZeroPlan  # noqa: E402
 
 CPU = torch.device("cpu")
 VIRTUAL = {"interleaved": 2, "zero-bubble-v": 2}
@@ -83,11 +84,8 @@ class KeptWeights:
     """Weights and gradients that are always there."""
 
     planner = SimpleNamespace(
-        plan=lambda turns: SimpleNamespace(passes=[(None, None) for turn in turns for _ in turn])
+        plan=lambda turns: ZeroPlan((), [(None, None) for turn in turns for _ in turn])
     )
-
-    def start_first_gathers(self, plan: Any) -> None:
-        """Nothing is gathered."""
 
 
 class Job:
@@ -174,9 +172,7 @@ class Job:
         last = stage + 1 == len(self.placement)
         found = [moment()]
         micro = self.micro_batch(self.tokens(0))  # alive until the end, as in a step
-        messages = StageMessages(
-            self.placement, self.groups, {}, self.pipeline.shape, self.model.dtype, CPU
-        )
+        messages = self.pipeline.messages
         step = StepState(messages, 1.0, 1.0)
         step.micro_batches[0] = micro
         if stage > 0:
@@ -197,7 +193,7 @@ class Job:
     def _compute(self, step: StepState, action: Action) -> None:
         """One computation, outside of a schedule."""
         passes = tuple(
-            LayerPass(layer, kind, "", None, None)
+            LayerPass(layer, kind, action.micro, "", None, None)
             for layer, kind in self.pipeline.passes[action.kind, action.stage]
         )
         run = self.pipeline.forward if action.kind is Kind.FORWARD else self.pipeline.backward

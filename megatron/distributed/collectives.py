@@ -10,17 +10,17 @@ gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 
 from megatron.config.workspace import ROUND_BYTES
 from megatron.distributed.groups import Axis
 from megatron.distributed.peers import waiting
-from megatron.distributed.ranges import named
 from megatron.distributed.rendezvous import name_ranks
 
 # torch 2.13 has new names and warns of the old ones; 2.11 has only the old ones
@@ -31,6 +31,17 @@ ALL_GATHER, REDUCE_SCATTER = (
 )
 # bytes of the first exchange of `gather_bytes`: enough for most of what checkpoints exchange
 MESSAGE = 1024
+UNRECORDED: AbstractContextManager[Any] = nullcontext()
+
+
+def named(*words: object) -> AbstractContextManager[Any]:
+    """A range of this name in the traces of torch's profiler, for collectives, passes of layers and
+    the parts of a step (read by tools/_report/step_parts.py). While it does not record, one
+    attribute is read.
+    """
+    if not profiler._is_profiler_enabled:
+        return UNRECORDED
+    return profiler.record_function(" ".join(map(str, words)))
 
 
 class Handle(Protocol):

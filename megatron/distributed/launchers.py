@@ -6,21 +6,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
 
 from megatron.config.errors import UserError
 
 Environment = Mapping[str, str]
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-SRUN = (
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_STEP_NODELIST",
-)
 # below the ports that Linux gives to outgoing connections, so that it is rarely taken
 SRUN_PORTS = range(20000, 30000)
 MPI_PORT = 29500  # where mpirun's ranks meet without MASTER_PORT; torch's default, too
@@ -50,59 +44,56 @@ class Launch:
     """torchrun's agent hosts the store."""
 
 
-@dataclass(frozen=True)
-class LauncherVariables:
-    """The variables of one launcher; of several names the first that is set counts. `mark`: a
-    variable that this launcher sets and no other does.
+class Launcher(NamedTuple):
+    """The variables of one launcher; of several names, with spaces between, the first that is set
+    counts. `mark`: a variable that this launcher sets and no other does.
     """
 
     name: str
     mark: str
-    rank: tuple[str, ...]
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
 
 
-def _variables(
-    name: str, rank: str, size: str, local_rank: str, local_size: str = "", mark: str = ""
-) -> LauncherVariables:
-    names = (each.split() for each in (rank, size, local_rank, local_size))
-    return LauncherVariables(name, mark or rank, *map(tuple, names))
-
-
-def _prefixed(name: str, prefix: str) -> LauncherVariables:
+def _prefixed(name: str, prefix: str) -> Launcher:
     parts = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    return _variables(name, *(f"{prefix}_{part}" for part in parts))
+    return Launcher(name, f"{prefix}_RANK", *(f"{prefix}_{part}" for part in parts))
 
 
+SRUN = Launcher("srun", "", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+SRUN_VARIABLES = (*SRUN[2:5], "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+PMIX = _prefixed("a PMIx launcher", "PMIX")
 # In the order in which they are asked. srun comes after the launchers that may have started their
 # daemons with it, whose variables their ranks inherit; and before the bare PMI variables, which
 # srun sets as well.
-BEFORE_SRUN = (
+LAUNCHERS = (
     _prefixed("mpirun (Open MPI)", "OMPI_COMM_WORLD"),
     _prefixed("mpirun (MVAPICH)", "MV2_COMM_WORLD"),
     _prefixed("mpirun (MVAPICH)", "MVP_COMM_WORLD"),
     _prefixed("jsrun", "JSM_NAMESPACE"),
-    _variables("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
-    _variables(
+    Launcher("flux run", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    Launcher(
         "mpiexec (PALS)",
+        "PALS_RANKID",
         "PALS_RANKID",
         "PALS_SIZE PMI_SIZE",
         "PALS_LOCAL_RANKID PMI_LOCAL_RANK",
         "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
     ),
-    _variables(
+    Launcher(
         "mpiexec (Hydra)",
+        "MPI_LOCALRANKID",
         "PMI_RANK",
         "PMI_SIZE",
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
-        mark="MPI_LOCALRANKID",
     ),
+    SRUN,
+    _prefixed("a PMI launcher", "PMI"),
+    PMIX,
 )
-PMIX = _prefixed("a PMIx launcher", "PMIX")
-AFTER_SRUN = (_prefixed("a PMI launcher", "PMI"), PMIX)
 
 
 def launch_of(environment: Environment) -> Launch:
@@ -128,61 +119,50 @@ def launch_of(environment: Environment) -> Launch:
 
 def rough_launch(environment: Environment = os.environ) -> Launch:
     """`launch_of`, or for error messages a guess from incomplete variables."""
+
+    def guess(names: Iterable[str]) -> int:
+        values = (environment.get(name, "") for name in names)
+        return next((int(value) for value in values if value.isdecimal()), 0)
+
     try:
         return launch_of(environment)
     except LaunchError:
-        rank = _first_number(environment, "rank", "RANK", "SLURM_PROCID")
-        local = _first_number(environment, "local_rank", "LOCAL_RANK", "SLURM_LOCALID")
-        return Launch(rank=rank, local_rank=local)
-
-
-def _first_number(environment: Environment, field: str, generic: str, slurm: str) -> int:
-    before, after = (
-        [name for launcher in launchers for name in getattr(launcher, field)]
-        for launchers in (BEFORE_SRUN, AFTER_SRUN)
-    )
-    values = (environment.get(name, "") for name in (generic, *before, slurm, *after))
-    return next((int(value) for value in values if value.isdecimal()), 0)
+        local_ranks = " ".join(launcher.local_rank for launcher in LAUNCHERS).split()
+        return Launch(
+            rank=guess(["RANK", *(launcher.rank for launcher in LAUNCHERS)]),
+            local_rank=guess(["LOCAL_RANK", *local_ranks]),
+        )
 
 
 def _explicit_launch(environment: Environment) -> Launch:
     """The launch by RANK and related variables, set by torchrun, DeepSpeed's launcher or a
     wrapper. Variables of a launcher that gives the same rank fill in for missing ones.
     """
-    rank = number(environment, "RANK")
+    names = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE")
+    given = {name: environment[name] for name in names if environment.get(name)}
+    rank = number(given, "RANK")
     below = _same_rank(environment, rank)
-    if environment.get("WORLD_SIZE"):
-        size = number(environment, "WORLD_SIZE")
-    elif below is not None:
-        size = below.world_size
-    else:
+    if below is not None and given.get("WORLD_SIZE") in (None, str(below.world_size)):
+        given = _variables_of(below) | given
+    if "WORLD_SIZE" not in given:
         raise _incomplete(environment)
+    size = number(given, "WORLD_SIZE")
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment"
     if size == 1:
-        return Launch(rank, 1, 0, 1, _torchrun_or_environment(environment))
-    below = below if below is not None and below.world_size == size else None
-    known = {
-        "LOCAL_RANK": below is not None,
-        "MASTER_ADDR": below is not None and below.address is not None,
-        "MASTER_PORT": below is not None and below.port is not None,
-    }
-    if any(not known[name] and not environment.get(name) for name in known):
+        return Launch(rank, 1, 0, 1, launcher)
+    if not given.keys() >= set(RANK_VARIABLES):
         raise _incomplete(environment)
-    below = below or Launch(local_size=0)
     return Launch(
         rank=rank,
         world_size=size,
-        local_rank=number(environment, "LOCAL_RANK", below.local_rank),
-        local_size=number(environment, "LOCAL_WORLD_SIZE", below.local_size),
-        launcher=_torchrun_or_environment(environment),
-        address=environment.get("MASTER_ADDR") or below.address,
-        port=_port(environment) or below.port,
+        local_rank=number(given, "LOCAL_RANK"),
+        local_size=number(given, "LOCAL_WORLD_SIZE", 0),
+        launcher=launcher,
+        address=given["MASTER_ADDR"],
+        port=_port(given),
         job=environment.get("TORCHELASTIC_RUN_ID", "environment"),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
-
-
-def _torchrun_or_environment(environment: Environment) -> str:
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment"
 
 
 def _same_rank(environment: Environment, rank: int) -> Launch | None:
@@ -192,6 +172,18 @@ def _same_rank(environment: Environment, rank: int) -> Launch | None:
     except LaunchError:
         return None
     return launch if launch.rank == rank and launch != Launch() else None
+
+
+def _variables_of(launch: Launch) -> dict[str, str]:
+    """A launch as torchrun's variables."""
+    values = {
+        "WORLD_SIZE": launch.world_size,
+        "LOCAL_RANK": launch.local_rank,
+        "LOCAL_WORLD_SIZE": launch.local_size,
+        "MASTER_ADDR": launch.address,
+        "MASTER_PORT": launch.port,
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _incomplete(environment: Environment) -> LaunchError:
@@ -209,34 +201,34 @@ def _launchers_launch(environment: Environment) -> Launch:
     else of a single process.
     """
     found: list[Launch] = []
-    for launcher in (*BEFORE_SRUN, None, *AFTER_SRUN):
-        if launcher is None:
-            launch = _srun_launch(environment) if _by_srun(environment) else None
-        elif launcher.mark in environment and not (found and launcher is PMIX):
-            launch = _mpi_launch(launcher, environment)
-        else:
-            launch = None
-        if launch is not None and launch.world_size > 1:
-            return launch
-        found += [launch] if launch is not None else []
+    for launcher in LAUNCHERS:
+        is_srun = launcher is SRUN
+        is_set = _by_srun(environment) if is_srun else launcher.mark in environment
+        # other launchers may set PMIx's variables as well
+        if not is_set or (launcher is PMIX and found):
+            continue
+        found.append(_srun_launch(environment) if is_srun else _mpi_launch(launcher, environment))
+        if found[-1].world_size > 1:
+            return found[-1]
     return found[0] if found else Launch()
 
 
 def _by_srun(environment: Environment) -> bool:
     """Whether srun started this process; the shell of a batch script is task 0 of no step."""
-    rank, size = (environment.get(name, "") for name in SRUN[:2])
+    rank, size = environment.get(SRUN.rank, ""), environment.get(SRUN.size, "")
     return bool(rank and size) or rank not in ("", "0") or size not in ("", "1")
 
 
-def _mpi_launch(launcher: LauncherVariables, environment: Environment) -> Launch:
+def _mpi_launch(launcher: Launcher, environment: Environment) -> Launch:
     """The launch by the variables of an MPI launcher. Raises LaunchError."""
 
     def refused(problem: str) -> LaunchError:
-        (name,) = launcher.rank
-        rank = environment.get(name, "")
-        return LaunchError(f"{launcher.name} started this process ({name}={rank}){problem}")
+        rank = environment.get(launcher.rank, "")
+        return LaunchError(
+            f"{launcher.name} started this process ({launcher.rank}={rank}){problem}"
+        )
 
-    rank, size = _first(environment, *launcher.rank), _first(environment, *launcher.size)
+    rank, size = _first(environment, launcher.rank), _first(environment, launcher.size)
     if rank is None or size is None:
         raise refused(
             ", but no variable gives the number of processes: it would train by itself; set "
@@ -244,8 +236,8 @@ def _mpi_launch(launcher: LauncherVariables, environment: Environment) -> Launch
         )
     if size == 1:
         return Launch(rank, 1, 0, 1, launcher.name)
-    local_rank = _first(environment, *launcher.local_rank, "LOCAL_RANK")
-    local_size = _first(environment, *launcher.local_size, "LOCAL_WORLD_SIZE")
+    local_rank = _first(environment, f"{launcher.local_rank} LOCAL_RANK")
+    local_size = _first(environment, f"{launcher.local_size} LOCAL_WORLD_SIZE") or 0
     if local_rank is None:
         raise refused(
             f" as one of {size}, and no variable gives its number on its host, which selects its "
@@ -260,20 +252,19 @@ def _mpi_launch(launcher: LauncherVariables, environment: Environment) -> Launch
         )
     job = f"{launcher.name}/{environment.get('PBS_JOBID') or slurm_job(environment)}"
     port = _port(environment) or MPI_PORT
-    launch = Launch(rank, size, local_rank, local_size or 0, launcher.name, address, port, job)
-    used = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
-    return _checked(launch, ", ".join(name for names in used for name in names[:1]))
+    launch = Launch(rank, size, local_rank, local_size, launcher.name, address, port, job)
+    return _checked(launch, ", ".join(names.split()[0] for names in launcher[2:] if names))
 
 
-def _first(environment: Environment, *names: str) -> int | None:
+def _first(environment: Environment, names: str) -> int | None:
     """The number of the first of these variables that is set."""
-    name = next((name for name in names if environment.get(name)), None)
+    name = next((name for name in names.split() if environment.get(name)), None)
     return None if name is None else number(environment, name)
 
 
 def _srun_launch(environment: Environment) -> Launch:
     """The launch by the variables that srun sets for each task of a step."""
-    missing = [name for name in SRUN if not environment.get(name)]
+    missing = [name for name in SRUN_VARIABLES if not environment.get(name)]
     if missing:
         raise LaunchError(
             f"srun's variables are incomplete: {', '.join(missing)} not set; start with "
@@ -293,9 +284,9 @@ def _srun_launch(environment: Environment) -> Launch:
     )
     derived = SRUN_PORTS[(job + 1009 * step + 2003 * restart) % len(SRUN_PORTS)]
     launch = Launch(
-        rank=number(environment, "SLURM_PROCID"),
-        world_size=number(environment, "SLURM_STEP_NUM_TASKS"),
-        local_rank=number(environment, "SLURM_LOCALID"),
+        rank=number(environment, SRUN.rank),
+        world_size=number(environment, SRUN.size),
+        local_rank=number(environment, SRUN.local_rank),
         local_size=tasks[node],
         launcher="srun",
         address=environment.get("MASTER_ADDR")
@@ -374,15 +365,13 @@ def expand_hosts(text: str) -> list[str]:
         )
     hosts: list[str] = []
     for item in re.findall(name, text):
-        found = [""]
-        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
-            ends = (
-                [plain]
-                if plain
-                else [number for part in ranges.split(",") for number in _expand_range(part)]
-            )
-            found = [host + end for host in found for end in ends]
-        hosts += found
+        ends = [
+            [plain]
+            if plain
+            else [each for part in ranges.split(",") for each in _expand_range(part)]
+            for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item)
+        ]
+        hosts += map("".join, product(*ends))
     return hosts
 
 

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from megatron.config.errors import some
-from megatron.distributed.ranges import UNRECORDED
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +282,7 @@ def idle() -> Iterator[None]:
 
 @contextmanager
 def waiting(
-    text: Callable[[float], str], in_trace: AbstractContextManager[Any] = UNRECORDED
+    text: Callable[[float], str], in_trace: AbstractContextManager[Any] = nullcontext()
 ) -> Iterator[None]:
     """Inside, this process waits for other ranks: an error of torch becomes a PeerError of
     `text(seconds waited)`, with the rank to look at. `in_trace`: the range of the wait in traces.

@@ -235,3 +235,11 @@ def samples_after(iterations: int, config: Config) -> int:
             return before + iterations * size
         iterations -= steps
     raise AssertionError("the last stage has no end")
+
+
+def finished(config: Config, iteration: int, consumed_samples: int) -> bool:
+    """Whether a run with these counts has reached --train-iters or --train-samples."""
+    # Only one of the two flags can be given.
+    if config.training.train_iters is not None:
+        return iteration >= config.training.train_iters
+    return consumed_samples >= config.training.train_samples

@@ -2,8 +2,7 @@
 updates, one norm, one fused pass a block.
 
 Blocks that are stepped on the host (offload.py) are not stepped at once: ZeRO carries out each of
-their steps before the block's weights are needed. What it keeps of a block is in memory or in
-files: state.py is how both are read and written. Update rules act on slices, element by element
+their steps before the block's weights are needed. Update rules act on slices, element by element
 (update.py); matrices.py has those of whole matrices. Called from training/step.py, once a step.
 """
 
@@ -12,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.config.groups import Config
 from megatron.distributed.groups import Groups, one_process
+from megatron.kernels import apex, grad_norm
 from megatron.model.gpt import layer_names
 from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
@@ -26,13 +26,15 @@ from megatron.model.spec import Box, Holder, holders
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.nvme import FileTensor, StateFiles
 from megatron.optimizer.offload import HostSteps
-from megatron.optimizer.state import BlockState, StateInFiles
 from megatron.optimizer.update import UpdateRule, rules_of
 from megatron.parallel.blocks import UNTRAINED, Block, Segment, accumulation_dtype
-from megatron.parallel.grad_norm import clip_coefficient, sum_of_squares
 from megatron.parallel.zero import Zero
 
 MASTER = "master"  # next to the names of the rule's states: what is kept of a block
+PIECE = 1 << 18  # elements widened to float64 at once on a CPU: two megabytes, in cache
+PIECE_CUDA = 1 << 20
+Use = Literal["read", "change", "fill"]  # of a state; fill: the old values are of no use
+Held = tuple[slice, dict[str, Tensor]]  # a part of what a rank updates, and its tensors
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,6 @@ class Optimizer:
         device = blocks[0].weight.device
         self.config, _ = choose_kernels(config, device)
         self.blocks, self.groups, self.zero = blocks, groups, zero
-        # at the other stages all ranks hold these weights, or a pass gathers them
-        sends = zero is not None and zero.zero_stage in (1, 2)
-        self.all_gather_weights = zero.all_gather_weights if sends else None
         self.trained = [block for block in blocks if block.trained]
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
         self.rule, self.host_rule = rules_of(self.config.optimizer)
@@ -128,8 +127,8 @@ class Optimizer:
         for block in self.blocks:
             if block.rounded is not None and not block.in_files:
                 block.rounded.copy_(block.master)
-            if self.all_gather_weights is not None:
-                self.all_gather_weights(block)
+            if self.zero is not None and self.zero.gathers_updates:
+                self.zero.all_gather_weights(block)
 
     def fill_states(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
         """Give the optimizer's tensors new values, as many boxes of `state_boxes` at a time as are
@@ -235,9 +234,9 @@ class Optimizer:
         # 1. One factor unscales, normalizes and clips; a NaN or Inf anywhere is in the norm.
         norm = grad_sq_sum.sqrt() * grad_scale
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
-        coefficient = (clip_coefficient(norm, self.config.optimizer.clip_grad) * grad_scale).to(
-            self.wide
-        )
+        clip_grad = self.config.optimizer.clip_grad
+        clip = (clip_grad / (norm + 1e-6)).clamp(max=1.0) if clip_grad > 0 else norm.new_ones(())
+        coefficient = (clip * grad_scale).to(self.wide)
         if not self.skip_decided_on_device and found_inf.item():
             return StepOutcome(norm, found_inf)
 
@@ -255,8 +254,8 @@ class Optimizer:
             self._update(self.rule, block, numbers, block.grad_shard, block.rounded)
             if not self.keeps_gradients:
                 block.drop()
-            if self.all_gather_weights is not None:
-                self.all_gather_weights(block)
+            if self.zero is not None and self.zero.gathers_updates:
+                self.zero.all_gather_weights(block)
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf)
 
@@ -385,3 +384,75 @@ class Optimizer:
 def _named(box: Box, kind: str) -> Box:
     """A box of a weight as a checkpoint names that of a state."""
     return box if kind == MASTER else replace(box, name=f"optimizer.{kind}.{box.name}")
+
+
+def sum_of_squares(
+    buffers: Iterable[Tensor],
+    device: torch.device = torch.device("cpu"),
+    implementation: str = "torch",
+) -> Tensor:
+    """Sum of squares of flat buffers in float64 (an fp32 sum over 60M elements is off by thousands
+    of ulp), finite exactly when all elements are:
+    torch, triton for buffers up to fp32, or apex, which adds up in fp32 and makes the host wait for
+    one word (never run).
+    """
+    if implementation != "torch" and (buffers := list(buffers)):
+        if implementation == "triton":
+            return grad_norm.sum_of_squares(buffers)
+        squares = apex.l2_norm(buffers).squeeze().double().square()
+        # else an element is not, or squares that fp32 cannot hold were added up
+        if squares.isfinite():
+            return squares
+    # In one order on every rank and in every layout of the same slices: the norm's bits decide the
+    # clipping of all ranks.
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for buffer in buffers:
+        for piece in buffer.split(PIECE_CUDA if buffer.is_cuda else PIECE):
+            wide = piece.double()
+            total = total + torch.dot(wide, wide)
+    return total
+
+
+# ---- what is kept of one block: `kind` is MASTER or the name of one of the rule's states
+
+
+class BlockState:
+    """State in the memory of the device, or of the host. `tensors`, by kind: those that are in
+    memory all the time.
+    """
+
+    def __init__(self, block: Block, tensors: dict[str, Tensor]):
+        self.block, self.tensors = block, tensors
+
+    def pieces(self, kinds: Sequence[str], use: Use) -> Iterable[Held]:
+        """What is in memory at a time of what this rank updates of the block, with its tensors of
+        these kinds: theirs until the next is asked for.
+        """
+        first, last = self.block.own
+        return [(slice(0, last - first), self.tensors)]
+
+    def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor | FileTensor]]:
+        """The parts of logical tensors in the tensor of this kind, each with what a checkpoint
+        reads it from.
+        """
+        return self.block.boxes(self.tensors[kind])
+
+
+class StateInFiles(BlockState):
+    """State in files of the host, used piece by piece."""
+
+    def __init__(self, block: Block, files: StateFiles):
+        super().__init__(block, {})
+        self.files = files
+
+    def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Held]:
+        for part in self.files.parts[self.block]:
+            yield part.slice, self.files.use(part, tuple(kinds), read=use != "fill")
+            self.files.done(changed=use != "read")
+
+    def boxes(self, kind: str) -> Iterator[tuple[Box, FileTensor]]:
+        for part in self.files.parts[self.block]:
+            # The views of a part, without its memory: it is read when a checkpoint asks for it.
+            like = torch.empty(part.size, dtype=self.files.dtypes[kind], device="meta")
+            for box, view in self.block.boxes(like, part.slice):
+                yield box, FileTensor(self.files, part, kind, view)

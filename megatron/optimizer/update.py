@@ -117,19 +117,15 @@ class UpdateRule:
         # multiply first, as its scalar is fp32.
         scales = self.implementation.scales_grad and coefficient.dtype == torch.float32
         at = at._replace(number=steps_before + 1, divisor=1 / coefficient if scales else None)
-        self._apply_in_pieces(master, stored, out, at)
 
-    def _apply_in_pieces(
-        self, master: Tensor, stored: list[Tensor], out: Tensor | None, at: StepScalars
-    ) -> None:
-        """Update piece by piece, so that what is widened stays in cache."""
+        # Update piece by piece, so that what is widened stays in cache.
         size = PIECE_CUDA if master.is_cuda else PIECE
         narrow = [buffer.dtype != master.dtype for buffer in stored]
         scratch = _scratch(narrow, master, size) if any(narrow) else []
         for start in range(0, master.numel(), size):
             part = slice(start, start + size)
             weight, pieces = master[part], [buffer[part] for buffer in stored]
-            # update in the master's precision, whatever the others are stored in
+            # in the master's precision, whatever the others are stored in
             wide = _widened(pieces, scratch) if scratch else pieces
             if at.divisor is None:
                 wide[0].mul_(at.coefficient)

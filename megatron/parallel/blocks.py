@@ -163,6 +163,7 @@ class Block:
         self.shard_range = _equal_part((0, self.size), groups.shard)
         # What this rank updates: all of the block at stage 0, its slice above.
         self.own = self.shard_range if zero_stage > 0 else (0, self.size)
+        self.own_slice = slice(*self.own)
         # what this rank counts, where all count once
         self.share = _equal_part(self.shard_range, groups.same_shard)
         self._make_weight(dtype, device)
@@ -212,22 +213,12 @@ class Block:
             self.master = (
                 torch.zeros(length, dtype=wide, device="cpu" if self.on_host else device)
                 if separate
-                else self.part(self.weight)
+                else self.weight[self.own_slice]
             )
         if self.zero_stage < 3:
-            self.rounded = self.part(self.weight) if separate else None
+            self.rounded = self.weight[self.own_slice] if separate else None
         elif self.on_host:
             self.rounded = torch.zeros(length, dtype=dtype, device=device)
-
-    def part(self, buffer: Tensor) -> Tensor:
-        """What this rank updates, of one of the block's whole buffers."""
-        return buffer[self.own[0] : self.own[1]]
-
-    def reduced_part(self, buffer: Tensor) -> Tensor:
-        """This rank's slice of a whole buffer: `part`, but at stage 0, where a rank updates all of
-        it.
-        """
-        return buffer[self.shard_range[0] : self.shard_range[1]]
 
     # ---- weights at stage 3
 
@@ -257,7 +248,7 @@ class Block:
         """The gradient of what this rank updates."""
         if self.zero_stage >= 2:
             return self.summed
-        return None if self.grad is None else self.grad[self.own[0] : self.own[1]]
+        return None if self.grad is None else self.grad[self.own_slice]
 
     def keep_grad_place(self) -> None:
         """Have every gradient buffer to come at the same address: CUDA graphs write there."""

@@ -245,7 +245,7 @@ class GraphedPipeline(Pipeline):
     def run(
         self, schedule: Schedule, micro_batches: Iterator[MicroBatch], *args: Any, **kwargs: Any
     ) -> StepSums:
-        self.runner.steps += self.prepare(schedule).trains
+        self.runner.steps += self.prepared(schedule).trains
         return super().run(schedule, map(self.runner.place, micro_batches), *args, **kwargs)
 
     def backward(self, step: StepState, task: Task) -> None:

@@ -22,22 +22,23 @@ MAX_UNACKNOWLEDGED = 2  # sends in flight to a rank in evaluation, where no mess
 
 
 class StageMessages:
-    """The messages of this rank in one run of a schedule. `shape`: [s, b, h] of each;
-    `acknowledgements`: how many of our sends to a rank each message from it proves to have arrived
-    (schedule.acknowledgements). Raises PeerError when a neighbor dies or hangs.
+    """The messages of this rank. `shape`: [s, b, h] of each. Raises PeerError when a neighbor dies
+    or hangs.
     """
 
     def __init__(
         self,
         placement: tuple[int, ...],
         groups: Groups,
-        acknowledgements: dict[Message, tuple[int, int]],
         shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
     ):
         self.placement, self.groups, self.rank = placement, groups, groups.pp.rank
-        self.acknowledgements = acknowledgements
+        self.last_stage = len(placement) - 1
+        # Of the schedule that runs: how many of our sends to a rank each message from it proves to
+        # have arrived (schedule.acknowledgements).
+        self.acknowledgements: dict[Message, tuple[int, int]] = {}
         self.shape, self.dtype, self.device = shape, dtype, device
         self.inbox: dict[Message, Receiving | Tensor] = {}
         self.outbox: dict[Message, Tensor] = {}
@@ -88,12 +89,13 @@ class StageMessages:
             )
 
     def finish(self) -> None:
-        """Wait until all sends have arrived."""
+        """At the end of a schedule: wait until all sends have arrived."""
         # The last messages of a step have no later message that proves their arrival.
         for to, queue in self.sending.items():
             with self._waiting_for(to, "take the last messages of the step"):
                 while queue:
                     queue.popleft().wait()
+        self.num_arrived.clear()
         assert not (self.inbox or self.outbox), "the schedule left messages unread or unsent"
 
     def _finish_send(self, to: int) -> None:

@@ -15,6 +15,7 @@ Never run on a GPU. s sequence, b batch, h hidden.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -251,19 +252,15 @@ class OffloadingRunner(LayerRunner):
         super().__init__(sharing, aux_losses)
         self.smallest = smallest
         self.copies = HostCopies(device)
-        self.routes: dict[int, Route] = {}  # by identity of their passes, which they keep
         self.route, self.at = Route(()), -1  # of this step; the pass that runs
         self.away: dict[Key, Departed] = {}
         self.coming: dict[Key, Any] = {}  # the events of what has been fetched
         self.going: Departed | None = None  # still on the device, too
         self.one: Tensor | None = None  # element, the memory of all leaves
 
-    def prepare_passes(self, passes: Sequence[Pass]) -> None:
-        """Before a step, or an evaluation: these passes come, in this order."""
-        # The route keeps the list of passes, so its identity cannot be reused.
-        if id(passes) not in self.routes:
-            self.routes[id(passes)] = Route(passes)
-        self.route, self.at = self.routes[id(passes)], -1
+    def prepare_passes(self, route: Route) -> None:
+        """Before a step, or an evaluation, whose passes take this route."""
+        self.route, self.at = route, -1
         assert not self.away and not self.coming, "an offloaded tensor was never read"
 
     def forward(
@@ -384,8 +381,12 @@ class OffloadingPipeline(Pipeline):
 
     runner: OffloadingRunner
 
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.route_of = functools.cache(lambda schedule: Route(self.prepared(schedule).passes()))
+
     def run(self, schedule: Schedule, *args: Any, **kwargs: Any) -> StepSums:
-        self.runner.prepare_passes(self.prepare(schedule).passes)
+        self.runner.prepare_passes(self.route_of(schedule))
         return super().run(schedule, *args, **kwargs)
 
 

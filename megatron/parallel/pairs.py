@@ -13,6 +13,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
+from megatron.distributed.collectives import named
 from megatron.parallel.layer_runner import Saved
 from megatron.parallel.pipeline import LayerPass, Pipeline, StepState, Task
 from megatron.parallel.schedule import Kind, Message
@@ -88,5 +89,5 @@ class PairedPipeline(Pipeline):
 
 
 def _run_traced(step: StepState, run: Callable[[LayerPass], None], each: LayerPass) -> None:
-    with step.in_trace(each.label):
+    with named(each.label):
         run(each)

@@ -8,16 +8,18 @@ training/passes.py and, on tensors without memory, from tools/_plan/engine.py.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.distributed.collectives import named
 from megatron.distributed.groups import Groups
-from megatron.distributed.ranges import trace_range
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import OBJECTIVE_SUM, Layer, MicroBatch
 from megatron.parallel.layer_runner import LayerRunner, Pass, Saved
@@ -53,6 +55,7 @@ class LayerPass(NamedTuple):
 
     layer: Layer
     kind: Kind
+    micro: int
     label: str  # in a trace
     before: Before | None
     after: After | None
@@ -70,29 +73,31 @@ class Task(NamedTuple):
 class RankSchedule(NamedTuple):
     """A schedule as one rank runs it."""
 
-    schedule: Schedule
     tasks: list[Task]
     acknowledgements: dict[Message, tuple[int, int]]
-    passes: list[Pass]  # of all tasks, whose order offloaded activations need
     zero_plan: ZeroPlan
     trains: bool  # it has backward passes, else it is an evaluation
 
+    def passes(self) -> list[Pass]:
+        """The passes of layers in their order."""
+        return [each[:3] for task in self.tasks for each in task.passes]
 
+
+@dataclass
 class StepState:
     """What is alive during one run of a schedule. Gradients are those of `scale` x loss and
     `aux_scale` x auxiliary losses.
     """
 
-    def __init__(self, messages: StageMessages, scale: float, aux_scale: float):
-        self.messages, self.scale, self.aux_scale = messages, scale, aux_scale
-        self.last_stage = len(messages.placement) - 1
-        self.in_trace = trace_range()
-        self.micro_batches: dict[int, MicroBatch] = {}  # in flight
-        # By stage and micro-batch: what each layer saves for its next pass. Forward passes append,
-        # backward passes pop from the right.
-        self.saved: dict[tuple[int, int], deque[Saved]] = {}
-        self.losses: dict[int, Tensor] = {}  # by micro-batch: the head's sums
-        self.scalars: dict[str, Tensor] = {}  # of layers
+    messages: StageMessages
+    scale: float
+    aux_scale: float
+    micro_batches: dict[int, MicroBatch] = field(default_factory=dict)  # in flight
+    # By stage and micro-batch: what each layer saves for its next pass. Forward passes append,
+    # backward passes pop from the right.
+    saved: dict[tuple[int, int], deque[Saved]] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch: the head's sums
+    scalars: dict[str, Tensor] = field(default_factory=dict)  # of layers
 
     def input_of(self, action: Action) -> Tensor | None:
         """The hidden states or the gradient [s, b, h] that a computation reads; None for the first
@@ -104,9 +109,14 @@ class StepState:
             return None if stage == 0 else self.messages.wait_for(message, action)
         if kind is Kind.BACKWARD_WEIGHT:
             return None
-        if stage == self.last_stage:
-            return loss_gradient(self.losses[micro], self.scale)
-        return self.messages.wait_for(Message(Kind.BACKWARD, stage, micro), action)
+        if stage < self.messages.last_stage:
+            return self.messages.wait_for(Message(Kind.BACKWARD, stage, micro), action)
+        # The last stage: the gradient of scale x objective by [objective sum, reported loss sum].
+        # Not zeros_like: on meta tensors, which the memory plan runs with, it imports sympy (2 s).
+        dy = self.losses[micro].new_zeros(self.losses[micro].shape)
+        # a tensor of numbers would be copied from the host, which waits for the GPU
+        dy[OBJECTIVE_SUM].fill_(self.scale)
+        return dy
 
     def store_outputs(self, action: Action, y: Tensor, saved: deque[Saved]) -> None:
         """Keep what the backward pass needs, and hand the output to the next stage."""
@@ -114,7 +124,7 @@ class StepState:
         # In evaluation no backward pass will come.
         if torch.is_grad_enabled():
             self.saved[stage, micro] = saved
-        if stage == self.last_stage:
+        if stage == self.messages.last_stage:
             self.losses[micro] = y
         else:
             self.messages.put(Message(Kind.FORWARD, stage + 1, micro), y)
@@ -152,15 +162,14 @@ class Pipeline:
             for stage, layers in self.layers.items()
         }
         self.has_head = placement[-1] == self.rank
-        self.prepared: dict[int, RankSchedule] = {}  # by identity: a schedule is long
+        self.messages = StageMessages(placement, groups, shape, model.dtype, device)
+        # A run has few schedules: one for each number of micro-batches, and one for evaluation.
+        self.prepared = functools.cache(self.prepare)
 
     # ---- once for a schedule
 
     def prepare(self, schedule: Schedule) -> RankSchedule:
-        """What a schedule means for this rank; computed once."""
-        # A run has few schedules: one for each number of micro-batches, and one for evaluation.
-        if id(schedule) in self.prepared:
-            return self.prepared[id(schedule)]
+        """What a schedule means for this rank."""
         assert schedule.placement == self.placement
         if schedule.pairs and not self.runs_pairs:
             raise ValueError(
@@ -175,22 +184,22 @@ class Pipeline:
 
         # 2. Each task with its passes, and those with their part of that plan.
         finished, around = _finished_micro_batches(task_actions), iter(zero_plan.passes)
-        tasks, passes = [], []
-        for index, actions in enumerate(task_actions):
-            own = [each for turn in turns_by_task[index] for each in turn]
-            layer_passes = tuple(self._layer_pass(each, *next(around)) for each in own)
-            tasks.append(Task(actions, _label(actions), layer_passes, finished[index]))
-            passes += own
-        prepared = RankSchedule(
-            schedule,
+        tasks = []
+        for actions, turns, last_used in zip(task_actions, turns_by_task, finished):
+            passes = []
+            for layer, kind, micro in chain.from_iterable(turns):
+                label = f"{WORDS[kind]} {self.names[layer]} micro-batch {micro}"
+                passes.append(LayerPass(layer, kind, micro, label, *next(around)))
+            label = " with ".join(
+                f"{WORDS[kind]} stage {stage} micro-batch {micro}" for kind, stage, micro in actions
+            )
+            tasks.append(Task(actions, label, tuple(passes), last_used))
+        return RankSchedule(
             tasks,
             acknowledgements(schedule, self.rank),
-            passes,
             zero_plan,
             trains=any(action.kind in BACKWARDS for action in schedule.actions[self.rank]),
         )
-        self.prepared[id(schedule)] = prepared
-        return prepared
 
     def _turns_of(self, actions: tuple[Action, ...]) -> Iterator[list[Pass]]:
         """The passes of layers of a computation, one in each turn; of a pair one of each."""
@@ -200,11 +209,6 @@ class Pipeline:
         ]
         for turn in zip_longest(*passes_of_each):
             yield [each for each in turn if each is not None]
-
-    def _layer_pass(self, each: Pass, before: Before | None, after: After | None) -> LayerPass:
-        layer, kind, micro = each
-        label = f"{WORDS[kind]} {self.names[layer]} micro-batch {micro}"
-        return LayerPass(layer, kind, label, before, after)
 
     # ---- in every step
 
@@ -224,16 +228,12 @@ class Pipeline:
         `aux_scale` (default: scale) multiplies the layers' part of the objective. Raises
         PeerError when a neighbor dies or hangs.
         """
-        prepared = self.prepare(schedule)
-        self.zero.start_first_gathers(prepared.zero_plan)
-        messages = StageMessages(
-            self.placement,
-            self.groups,
-            prepared.acknowledgements,
-            self.shape,
-            self.model.dtype,
-            self.device,
-        )
+        prepared, messages = self.prepared(schedule), self.messages
+        messages.acknowledgements = prepared.acknowledgements
+        if recording is not None:
+            recording.schedule = schedule
+        if prepared.zero_plan.first:
+            self.zero.start_first_gathers(prepared.zero_plan)
         step = StepState(messages, scale, scale if aux_scale is None else aux_scale)
         with torch.set_grad_enabled(prepared.trains):
             for task in prepared.tasks:
@@ -245,7 +245,7 @@ class Pipeline:
                     messages.receive(action)
                     continue
                 begun = None if recording is None else recording.begin()
-                with step.in_trace(task.label):
+                with named(task.label):
                     for each in task.actions:
                         if each.micro not in step.micro_batches:
                             step.micro_batches[each.micro] = next(micro_batches)
@@ -257,8 +257,9 @@ class Pipeline:
                     recording.add(task.actions, begun)
                 for micro in task.finished_micro_batches:
                     del step.micro_batches[micro]
-        # The last sends may still be on their way: their tensors are freed when they have arrived.
-        messages.finish()
+        if self.groups.pp.size > 1:
+            # The last sends may be on their way: their tensors are freed when they have arrived.
+            messages.finish()
         assert not (step.saved or step.micro_batches), "the schedule left something undone"
         return StepSums(step.losses, step.scalars)
 
@@ -270,10 +271,10 @@ class Pipeline:
         x = step.input_of(action)
         # While this stage of the pipeline computes, its neighbors compute other micro-batches and
         # receives of ours are on their way; ZeRO-3 gathers the next layer on a side stream.
-        for layer, _, label, before, after in task.passes:
+        for layer, _, _, label, before, after in task.passes:
             if before is not None:
                 self.zero.before_pass(before)
-            with step.in_trace(label):
+            with named(label):
                 x, saved_by_layer = self.runner.forward(layer, x, micro_batch, step.scalars)
             if after is not None:
                 self.zero.after_pass(after)
@@ -287,10 +288,10 @@ class Pipeline:
         # Popped one by one: what a layer has saved is freed as soon as its backward pass is over.
         dy, saved = step.input_of(action), step.saved.pop((stage, micro))
         for_second_half: deque[Saved] = deque()
-        for layer, kind, label, before, after in task.passes:
+        for layer, kind, _, label, before, after in task.passes:
             if before is not None:
                 self.zero.before_pass(before)
-            with step.in_trace(label):
+            with named(label):
                 if kind is Kind.REBUILD:
                     self.rebuild(stage, layer, saved)
                 else:
@@ -341,17 +342,6 @@ def aux_losses_of(model: GPTModel) -> list[str]:
     return [spec.name for spec in model.scalars if spec.in_objective]
 
 
-def loss_gradient(sums: Tensor, scale: float) -> Tensor:
-    """dy of a head's output [objective sum, reported loss sum], for the gradient of scale x
-    objective.
-    """
-    # not zeros_like: on meta tensors, which the memory plan runs with, it imports sympy (2 s)
-    dy = sums.new_zeros(sums.shape)
-    # a tensor of numbers would be copied from the host, which waits for the GPU
-    dy[OBJECTIVE_SUM].fill_(scale)
-    return dy
-
-
 def _finished_micro_batches(tasks: Tasks) -> list[tuple[int, ...]]:
     """For each task the micro-batches that are used by none after it. Messages use none."""
     computed = [actions for actions in tasks if actions[0].kind in COMPUTATIONS]
@@ -360,10 +350,3 @@ def _finished_micro_batches(tasks: Tasks) -> list[tuple[int, ...]]:
         tuple(micro for _, _, micro in actions if last_use.get(micro) is actions)
         for actions in tasks
     ]
-
-
-def _label(actions: tuple[Action, ...]) -> str:
-    """The name of a computation, or of a pair, in a trace."""
-    return " with ".join(
-        f"{WORDS[kind]} stage {stage} micro-batch {micro}" for kind, stage, micro in actions
-    )

@@ -23,6 +23,8 @@ class Recording:
     step is long over.
     """
 
+    schedule: Schedule  # that ran
+
     def __init__(self, device: torch.device):
         self.device = device
         self.marks: list[tuple[Action, Any, Any]] = []
@@ -79,7 +81,7 @@ class Recording:
             for action, begin, end in self.marks
         )
 
-    def timeline(self, schedule: Schedule, pipeline: Axis) -> Timeline:
+    def timeline(self, pipeline: Axis) -> Timeline:
         """What all ranks of a pipeline recorded of one step; a collective call of all of them.
 
         Each row counts from its own rank's recording: they are made when all ranks have just done
@@ -89,4 +91,5 @@ class Recording:
         own = json.dumps([[span.kind.value, *span[1:]] for span in self.spans()]).encode()
         rows = (json.loads(text) for text in gather_bytes(own, pipeline, self.device))
         spans = (tuple(Span(Kind(span[0]), *span[1:]) for span in row) for row in rows)
-        return Timeline(schedule.name, schedule.placement, schedule.micro_batches, tuple(spans))
+        ran = self.schedule
+        return Timeline(ran.name, ran.placement, ran.micro_batches, tuple(spans))

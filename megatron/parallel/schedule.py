@@ -77,7 +77,7 @@ class Message(NamedTuple):
 Tasks = Sequence[tuple[Action, ...]]  # of a rank: what runs at a time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """What every rank does in one step. With `pairs` a backward pass and a forward pass that comes
     directly after it run at the same time.

@@ -56,17 +56,6 @@ class Timeline:
             for span, is_paired in zip(row, in_pairs(row))
         )
 
-    def idle(self, rank: int) -> float:
-        """Time of the whole step, from any rank's first to any rank's last computation, in which
-        the rank does not compute.
-        """
-        return self.end - self.begin - self.busy(rank)
-
-    def idle_inside(self, rank: int) -> float:
-        """Of `idle`, what lies between the rank's own first and last computation."""
-        row = self.rows[rank]
-        return row[-1].end - row[0].begin - self.busy(rank) if row else 0.0
-
     @property
     def bubble(self) -> float:
         """Share of all ranks' time in which they do not compute."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from megatron.distributed.collectives import (
 from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
 from megatron.parallel.blocks import Block
-from megatron.parallel.grad_norm import sum_of_squares
 from megatron.parallel.zero_plan import After, Before, ZeroPlan, ZeroPlanner
 
 
@@ -44,6 +42,8 @@ class Zero:
     ):
         self.blocks, self.groups, self.zero_stage = blocks, groups, blocks[0].zero_stage
         self.trained = [block for block in blocks if block.trained]
+        # Stage 0 updates all of a block on every rank, and stage 3 gathers before each use.
+        self.gathers_updates = self.zero_stage in (1, 2)
         self.planner = ZeroPlanner(model, blocks, groups, config)
         self.overlap_reduce = config.overlap_grad_reduce
         self.overlap_gather = config.overlap_param_gather
@@ -64,16 +64,10 @@ class Zero:
         # nothing where that waits for the end of the step.
         early = self.planner.reduces and (self.zero_stage >= 2 or self.overlap_reduce)
         self.when_complete = self._reduce_complete if early else None
-
-    @cached_property
-    def is_hybrid(self) -> bool:
-        """Whether several ranks hold the same slice of a block."""
-        return any(block.groups.same_shard.size > 1 for block in self.trained)
-
-    @cached_property
-    def has_partial_gradients(self) -> bool:
-        """Whether tensors may have parts of their gradient on several ranks."""
-        return any(axis.size > 1 for axis in (self.groups.tp, self.groups.kv, self.groups.tied))
+        # Several ranks may hold the same slice of a block, or parts of a tensor's gradient.
+        self.has_copies = any(block.groups.same_shard.size > 1 for block in self.trained)
+        parts = groups.tp, groups.kv, groups.tied
+        self.has_partial_gradients = any(axis.size > 1 for axis in parts)
 
     def _make_streams(self, device: torch.device) -> None:
         """One side stream for gathers and one for reductions; on a CPU there are none, and what
@@ -154,7 +148,7 @@ class Zero:
         """After all passes of a step: finish the reductions, and sum over the other axes."""
         if self.planner.reduces:
             self._finish_all_reductions()
-        if self.is_hybrid:
+        if self.has_copies:
             sum_copies(self.trained)
         if self.has_partial_gradients:
             sum_partial_gradients(self.trained, self.groups)
@@ -177,35 +171,27 @@ class Zero:
         self.spent = []
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[Tensor]:
-        """While open no gradient leaves its rank or is kept: what it yields is the sum of squares
-        (float64) of those that were complete.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self.blocks[0].weight.device)
-
-        def add_squares(block: Block) -> None:
-            total.add_(sum_of_squares([block.close()], block.weight.device))
-
-        usual, self.when_complete = self.when_complete, add_squares
+    def completing(self, use: Callable[[Block], None]) -> Iterator[None]:
+        """While open nothing is reduced: `use` gets each block whose gradients are complete."""
+        usual, self.when_complete = self.when_complete, use
         try:
-            yield total
+            yield
         finally:
             self.when_complete = usual
 
     # ---- weights
 
     def all_gather_weights(self, block: Block) -> None:
-        """The weights that this rank updates have changed. Stages 1 and 2 send them round, and wait
-        where the next pass needs them.
+        """The weights that this rank updates have changed: where `gathers_updates`, send them to
+        the other ranks. The next pass that needs them waits for them.
         """
-        if self.zero_stage in (1, 2):
-            assert block not in self.gathering
-            with self.on_stream(self.gather_stream):
-                self.gathering[block] = start_all_gather(
-                    block.part(block.weight), block.groups.shard_gather, out=block.weight
-                )
-            if not self.overlap_gather:
-                self._wait_for_block(block)
+        assert block not in self.gathering
+        with self.on_stream(self.gather_stream):
+            self.gathering[block] = start_all_gather(
+                block.weight[block.own_slice], block.groups.shard_gather, out=block.weight
+            )
+        if not self.overlap_gather:
+            self._wait_for_block(block)
 
     def defer(self, block: Block, step: Callable[[], None]) -> None:
         """Make the step of a block on the host when the next pass comes near the block, or in
@@ -221,7 +207,8 @@ class Zero:
     def _carry_out(self, block: Block) -> None:
         """Make the deferred step of a block."""
         self.host_steps.pop(block)()
-        self.all_gather_weights(block)
+        if self.gathers_updates:
+            self.all_gather_weights(block)
 
     def _wait_for_block(self, block: Block) -> None:
         """Wait until a block's weights are those of this step, and whole."""
@@ -240,7 +227,7 @@ class Zero:
         if block.is_released:
             block.allocate()
             with self.on_stream(self.gather_stream):
-                own = block.part(block.untracked)
+                own = block.untracked[block.own_slice]
                 # of an offloaded block from the host, never run on a GPU
                 own.copy_(block.gathered_from, non_blocking=True)
                 self.gathering[block] = start_all_gather(
@@ -283,7 +270,7 @@ class Zero:
         self._finish_reduction()
         # its next backward pass, which may come at once, gets another buffer
         grad = block.close() if self.zero_stage >= 2 else block.grad
-        own = block.reduced_part(grad)
+        own = grad[slice(*block.shard_range)]
         first = self.zero_stage >= 2 and block.summed is None and block.groups.shard.size > 1
         # the step's first sum is where others are added
         out = torch.empty_like(own) if first else own
@@ -348,10 +335,7 @@ def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
             if name in (box.spec.grad_sum or ())
             for view in block.runs(entry, box, block.grad_shard)
         ]
-        # both ends of a pipeline cut the matrix alike, as it is all that its block holds
-        assert name != "tied" or all(
-            block.zero_stage == 0 or len(block.entries) == 1 for block in blocks if _is_tied(block)
-        )
+        # Of a tied matrix both ends of a pipeline hold the same slice: it is all of its block.
         for pack in _packs(views):
             if len(pack) == 1:  # a tied matrix: no copy of it
                 all_reduce(pack[0], axis)
@@ -373,9 +357,3 @@ def _packs(views: list[Tensor]) -> Iterator[list[Tensor]]:
             pack, size = [], 0
     if pack:
         yield pack
-
-
-def _is_tied(block: Block) -> bool:
-    """Whether a block holds an end of a tied matrix."""
-    boxes = (box for entry in block.entries for box in entry.boxes)
-    return any("tied" in (box.spec.grad_sum or ()) for box in boxes)

@@ -198,7 +198,9 @@ class _Walk:
         found: dict[str, Any] = {}
         if planner.reads_gathered(layer, kind):
             found["prefetches"] = self._next_to(buffers) if planner.overlap_gather else ()
-            found["frees"] = () if self._is_needed(buffers, kind) else _gathered(buffers)
+            if not self._is_needed(buffers, kind):
+                # what is kept with the weights and not trained is always whole
+                found["frees"] = tuple(block for block in buffers if block.zero_stage == 3)
         if self.zero_stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
             found["updates"] = self._updated(planner.following.get(buffers[-1]))
         if kind is Kind.BACKWARD_INPUT and self.zero_stage >= 2:
@@ -246,8 +248,3 @@ class _Walk:
         """
         other = next((other for other in self.needs if other != buffers), ())
         return () if self.planner.transformer_blocks.isdisjoint((*buffers, *other)) else other
-
-
-def _gathered(buffers: Buffers) -> Buffers:
-    """Those of a layer's buffers whose weights are gathered."""
-    return tuple(block for block in buffers if block.zero_stage == 3)

@@ -17,13 +17,14 @@ from typing import NamedTuple
 from megatron.config.groups import TrainingConfig
 from megatron.data.loader import Source
 from megatron.distributed.peers import PEERS
+from megatron.model.arithmetic import finished
 from megatron.observe.console import evaluation_lines
 from megatron.observe.metrics import evaluation_metrics
 from megatron.training.checkpointing import finalize, save
 from megatron.training.evaluate import evaluate, write_sample
 from megatron.training.exit import Exit
 from megatron.training.reporting import Interval, consumed, log
-from megatron.training.run import Run, finished
+from megatron.training.run import Run
 from megatron.training.step import (
     GlobalBatch,
     PendingStep,
@@ -83,10 +84,13 @@ def train(run: Run) -> Exit:
             with run.timing.outside():
                 if any(due) or exit_now:
                     interval, exit_now = _between_steps(run, interval, step, due, exit_now)
-                collect_after(iteration, config.training)
+                if config.training.manual_gc:
+                    collect_after(iteration, config.training.manual_gc_interval)
             # A request at the last iteration changes nothing, unless it cut the evaluation short.
             if exit_now and (progress.evaluation_due or not due.end):
-                return _end(run, exit_now)
+                if finalize(run):  # waits for the last save
+                    return exit_now
+                return Exit(f"{exit_now.reason}, but the last save failed", 1)
         return Exit(COMPLETE, 0 if finalize(run) else 1)
 
 
@@ -147,11 +151,6 @@ def _between_steps(
     return interval, exit_now
 
 
-def _end(run: Run, reason: Exit) -> Exit:
-    """Wait for the last save; the reason to exit, with code 1 when it failed."""
-    return reason if finalize(run) else Exit(f"{reason.reason}, but the last save failed", 1)
-
-
 def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
     """Read the last step's verdict, which the next step's learning rate and loss scale depend on,
     and act on it.
@@ -168,7 +167,8 @@ def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
     # A batch without a valid token is skipped too, and is no overflow.
     overflow = metrics.skipped and sum(metrics.valid_tokens) > 0
     is_nan = overflow and run.scaler.at_minimum()
-    run.scaler.update(overflow)
+    if run.scaler.dynamic:
+        run.scaler.update(overflow)
     if not metrics.skipped:
         # The clock of the learning rate runs only with steps that changed the weights.
         progress.scheduled_samples += batch.size
@@ -313,10 +313,9 @@ def manual_collection(config: TrainingConfig) -> Iterator[None]:
             gc.enable()
 
 
-def collect_after(iteration: int, config: TrainingConfig) -> None:
-    """Collects after every --manual-gc-interval iterations."""
-    interval = config.manual_gc_interval
-    if config.manual_gc and interval and iteration % interval == 0:
+def collect_after(iteration: int, interval: int) -> None:
+    """Collects after every --manual-gc-interval iterations; never for 0."""
+    if interval and iteration % interval == 0:
         gc.collect()
 
 

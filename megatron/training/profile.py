@@ -1,4 +1,4 @@
-"""--profile: Chrome traces of torch's profiler, with named ranges (megatron/distributed/ranges.py)
+"""--profile: Chrome traces of torch's profiler, with named ranges (distributed/collectives.py)
 that tools/_report/step_parts.py reads; and --record-memory-history.
 """
 
@@ -14,7 +14,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.groups import Config
-from megatron.distributed.ranges import named
+from megatron.distributed.collectives import named
 from megatron.training.advisor import Advisor
 
 logger = logging.getLogger(__name__)

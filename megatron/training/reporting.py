@@ -25,7 +25,6 @@ from megatron.observe.expert_load import load_metrics
 from megatron.observe.metrics import memory_metrics, rates, timer_metrics
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.parallel.timeline import Timeline
-from megatron.training.passes import schedule_of
 from megatron.training.run import Progress, Run
 from megatron.training.step import StepMetrics
 from megatron.training.timing import rows_of_ranks
@@ -66,7 +65,7 @@ def log(run: Run, interval: Interval, learning_rates: LearningRates) -> Interval
     # 2. What all ranks of a pipeline, or of the world, give together.
     timeline = None
     if run.groups.pp.size > 1:
-        timeline = pipeline_timeline(run, interval.last.batch.size)
+        timeline = pipeline_timeline(run)
         metrics["pipeline-bubble-fraction"] = timeline.bubble
     metrics |= _weight_metrics(run) | _layer_norms(run, interval.last)
     metrics |= _timing_metrics(run, interval.last)
@@ -200,11 +199,10 @@ def consumed(run: Run) -> dict[str, float]:
     }
 
 
-def pipeline_timeline(run: Run, batch_size: int) -> Timeline:
+def pipeline_timeline(run: Run) -> Timeline:
     """The step just recorded, of this rank's pipeline; rank 0 writes --pipeline-timeline."""
     # A collective of the pipeline; rows of other data-parallel ranks are not shown.
-    schedule = schedule_of(run, batch_size // run.global_micro_batch_size, training=True)
-    timeline = run.timing.recording.timeline(schedule, run.groups.pp)
+    timeline = run.timing.recording.timeline(run.groups.pp)
     if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
         Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")
     return timeline

@@ -99,11 +99,3 @@ class Run:
         their own positions.
         """
         return self.pipeline.has_head and self.groups.tp.rank == 0
-
-
-def finished(config: Config, iteration: int, consumed_samples: int) -> bool:
-    """Whether a run with these counts has reached --train-iters or --train-samples."""
-    # Only one of the two flags can be given.
-    if config.training.train_iters is not None:
-        return iteration >= config.training.train_iters
-    return consumed_samples >= config.training.train_samples

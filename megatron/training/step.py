@@ -15,13 +15,15 @@ from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import waiting
-from megatron.model.arithmetic import global_batch_size_at
+from megatron.model.arithmetic import finished, global_batch_size_at
 from megatron.model.layer import ScalarSpec
 from megatron.optimizer.lr_schedule import LearningRates
+from megatron.optimizer.optimizer import sum_of_squares
+from megatron.parallel.blocks import Block
 from megatron.parallel.recording import Recording
 from megatron.training.host_copy import AsyncHostCopy, to_device
 from megatron.training.passes import MicroBatchSums, run_micro_batches
-from megatron.training.run import Run, finished
+from megatron.training.run import Run
 
 
 def train_step(run: Run, finish_pending: Callable[[], None]) -> PendingStep:
@@ -278,11 +280,17 @@ def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[tuple[int, 
     """
     batch, count, size = metrics.batch, len(metrics.losses), run.global_micro_batch_size
     found = torch.zeros(count, run.groups.dp.size, 2, dtype=torch.float64, device=run.device)
+    grad_sq_sum = found.new_zeros(())
+
+    def add_squares(block: Block) -> None:
+        grad_sq_sum.add_(sum_of_squares([block.close()], run.device))
+
     for index in range(count):
         run.optimizer.drop_gradients()
+        grad_sq_sum.zero_()
         # Each rank runs its own samples; no gradient is sent, so a NaN stays where it arose.
         first, scale = batch.first_sample + index * size, batch.loss_scale / batch.nominal_tokens
-        with run.zero.watching() as grad_sq_sum:
+        with run.zero.completing(add_squares):
             sums = run_micro_batches(run, run.data.train, first, size, training=True, scale=scale)
         found[index, run.groups.dp.rank] = torch.stack(
             [~torch.isfinite(sums.losses[0]), ~torch.isfinite(grad_sq_sum)]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.groups import Config
+from megatron.distributed.collectives import named
 from megatron.distributed.groups import Axis, Groups
 from megatron.distributed.peers import busy_clock
-from megatron.distributed.ranges import named
 from megatron.observe.events import EventLog
 from megatron.observe.metrics import Timers
 from megatron.observe.stragglers import BLOCKS, SECTIONS, StragglerWatch

@@ -17,7 +17,7 @@ import math
 
 import torch
 from torch import Tensor
-from unit.by_hand import backward, forward
+from unit.by_hand import backward, forward, loss_gradient
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
@@ -27,7 +27,6 @@ from megatron.model.compile import compile_layers
 from megatron.model.init import fill_initial
 from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_runner import LayerRunner
-from megatron.parallel.pipeline import loss_gradient
 
 LAYERS, VOCAB, S, B = 2, 250, 64, 2
 ROUNDINGS = 2 * (14 * LAYERS + 4)

@@ -18,7 +18,7 @@ from unit.model.made import norm
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.model.kernels import choose_kernels, remarks
 from megatron.model.main_grad import wgrad_gemm
-from megatron.parallel.grad_norm import sum_of_squares
+from megatron.optimizer.optimizer import sum_of_squares
 
 ROOT = Path(__file__).resolve().parents[2]
 TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]

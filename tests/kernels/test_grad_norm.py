@@ -10,7 +10,7 @@ import torch
 from megatron.kernels.configurations import Row
 from megatron.kernels.grad_norm import sum_of_squares, sum_of_squares_reference
 
-from megatron.parallel import grad_norm
+from megatron.optimizer import optimizer as grad_norm
 
 # three programs, so that a program has several blocks
 FEW = Row("grad_norm", 90, {}, {"block": 256, "num_warps": 4, "programs": 3})

@@ -16,6 +16,7 @@ from unit.by_hand import (
     backward_input,
     backward_weight,
     forward,
+    loss_gradient,
     recomputing,
 )
 
@@ -28,7 +29,6 @@ from megatron.model.init import fill_initial
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_runner import LayerRunner
-from megatron.parallel.pipeline import loss_gradient
 from megatron.training.passes import share_positions
 
 pytestmark = pytest.mark.table(traits=each_axis)

@@ -327,7 +327,7 @@ SGD's weight decay outside the gradient | sgd
 = megatron/config/stages.py frozen_units
 frozen units trained | frozen
     return frozenset(found) => return frozenset()
-= megatron/parallel/grad_norm.py clip_coefficient
+= megatron/optimizer/optimizer.py Optimizer.step
 every gradient scaled to the limit | gpt-files
     .clamp(max=1.0) =>
 the coefficient applied twice | sgd
@@ -344,7 +344,7 @@ the largest block's norm for the whole | llama
         return sum_of_squares(parts,
 = megatron/optimizer/optimizer.py Optimizer.step
 clipped before the division by valid tokens | documents
-    clip_coefficient(norm, => clip_coefficient(norm / grad_scale,
+    (norm + 1e-6) => (norm / grad_scale + 1e-6)
 a skipped step counts in the bias correction | no-valid-token
     self.steps += 1 - found_inf => self.steps += 1
     found_inf.item(): return StepOutcome(norm, found_inf) =>

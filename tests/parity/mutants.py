@@ -196,10 +196,10 @@ one block's gradients not added to the shard | dropout dp2 zero2
 the slice of another rank updated | dropout dp2 zero3
     _equal_part((0, self.size), groups.shard) =>
         _equal_part((0, self.size), replace(groups.shard, rank=1 - groups.shard.rank))
-= megatron/parallel/blocks.py Block.reduced_part
+= megatron/parallel/zero.py Zero._start_reduction
 a sum in the place of another rank's slice | dropout dp2 zero1
-    buffer[self.shard_range[0] : self.shard_range[1]] =>
-        buffer[self.size - self.shard_range[1] : self.size - self.shard_range[0]]
+    slice(*block.shard_range) =>
+        slice(block.size - block.shard_range[1], block.size - block.shard_range[0])
 = megatron/parallel/zero.py Zero._wait_for_block
 gathered weights not awaited | sgd dp2 serial zero3
     self.gathering.pop(block).wait() => self.gathering.pop(block)
@@ -242,7 +242,7 @@ every copy of a slice counted in the norm | gqa2-qknorm dp4 shard2 zero1
     _equal_part(self.shard_range, groups.same_shard) => self.shard_range
 = megatron/parallel/zero.py Zero.all_gather_weights
 one block's weights not sent round | dropout dp2 zero1
-    if self.zero_stage in (1, 2): => if self.zero_stage in (1, 2) and block is not self.blocks[1]:
+    assert block not in self.gathering => if block is self.blocks[1]: return
 = megatron/parallel/blocks.py Block.segments
 weight decay counted from a shard's beginning | dropout dp2 zero2
     in self.layout.ranges: => in ((first + stop, each) for stop, each in self.layout.ranges):

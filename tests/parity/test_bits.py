@@ -229,13 +229,13 @@ def host_bytes(flags: tuple[str, ...]) -> tuple[int, int]:
     made: dict[bool, list[HostPool]] = {True: [], False: []}
     prepare, planned = OffloadingRunner.prepare_passes, PlannedPasses.prepare_passes
 
-    def noted(self, passes):
+    def noted(self, route):
         made[True].append(self.copies.pool)
-        prepare(self, passes)
+        prepare(self, route)
 
-    def noted_in_the_plan(self, passes):
+    def noted_in_the_plan(self, route):
         made[False].append(self.pool)
-        planned(self, passes)
+        planned(self, route)
 
     with (
         mock.patch.object(OffloadingRunner, "prepare_passes", noted),

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from megatron.tools._convert.huggingface import to_huggingface
 from parity.latent_fields import LATENT, ROUTED, YARN
-from unit.by_hand import backward, forward
+from unit.by_hand import backward, forward, loss_gradient
 from unit.checkpoint.huggingface_names import made_of
 
 from megatron.config.groups import ModelConfig
@@ -23,7 +23,6 @@ from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_runner import LayerRunner
-from megatron.parallel.pipeline import loss_gradient
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from megatron.config.groups import TrainingConfig
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.model.layer import MicroBatch
+from megatron.model.layer import OBJECTIVE_SUM, MicroBatch
 from megatron.parallel.blocks import Block, build_blocks
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind
+from megatron.parallel.zero_plan import ZeroPlan
 
 
 def recomputing(*modules: str, **full: Any) -> TrainingConfig:
@@ -38,11 +39,8 @@ class KeptWeights:
     """
 
     planner = SimpleNamespace(
-        plan=lambda turns: SimpleNamespace(passes=[(None, None) for turn in turns for _ in turn])
+        plan=lambda turns: ZeroPlan((), [(None, None) for turn in turns for _ in turn])
     )
-
-    def start_first_gathers(self, plan: Any) -> None:
-        """Nothing is gathered."""
 
 
 def filled(model: GPTModel) -> list[Block]:
@@ -56,6 +54,15 @@ def filled(model: GPTModel) -> list[Block]:
                 fill_initial(box, entry.view(block.weight), 5)
         block.open()
     return blocks
+
+
+def loss_gradient(sums: Tensor, scale: float) -> Tensor:
+    """dy of a head's output [objective sum, reported loss sum], for the gradient of scale x
+    objective.
+    """
+    dy = torch.zeros_like(sums)
+    dy[OBJECTIVE_SUM] = scale
+    return dy
 
 
 def forward(

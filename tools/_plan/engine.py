@@ -24,7 +24,7 @@ from megatron.distributed.groups import Axis, Groups
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import Layer
 from megatron.parallel.blocks import Block
-from megatron.parallel.offload import HostPool, Key, Pass, Route
+from megatron.parallel.offload import HostPool, Key, Route
 from megatron.parallel.pairs import PairedPipeline
 from megatron.parallel.schedule import Kind, Schedule
 from megatron.parallel.zero import Zero
@@ -222,9 +222,9 @@ class PlannedPasses:
     coming: dict[Key, Kept] = field(default_factory=dict)  # what is on its way back
     going: Kept | None = None  # what the pass before has sent to the host
 
-    def prepare_passes(self, passes: Sequence[Pass]) -> None:
-        """Before a step: these passes come, in this order."""
-        self.route, self.at = Route(passes), -1
+    def prepare_passes(self, route: Route) -> None:
+        """Before a step, whose passes take this route."""
+        self.route, self.at = route, -1
 
     def run_overlapped(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
         """The two passes of a pair: each is at its worst moment while the tokens of the other one
@@ -423,7 +423,7 @@ def run_step(
         META,
         run_overlapped=passes.run_overlapped,
     )
-    passes.prepare_passes(pipeline.prepare(schedule).passes)
+    passes.prepare_passes(Route(pipeline.prepared(schedule).passes()))
     micro_batches: Any = (
         Held(ledger, "activations", inputs) for _ in range(schedule.micro_batches)
     )

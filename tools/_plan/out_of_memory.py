@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.config.groups import Config
 from megatron.distributed.groups import Groups
-from megatron.optimizer.state import BlockState
+from megatron.optimizer.optimizer import BlockState
 from megatron.parallel.blocks import Block
 from megatron.parallel.layer_runner import Graph
 from megatron.training.profile import profile_folder, write_snapshot

@@ -14,10 +14,8 @@ from megatron.distributed.groups import (
 LAYOUTS = [
     (Layout(tp=2, cp=2, dp=2, pp=2, ep=4, etp=1), None),
     (Layout(tp=2, dp=4, ep=2, etp=2), 2),
-    (Layout(tp=4, dp=2, pp=2, ep=4, etp=2), None),
     (Layout(dp=8, ep=2), 4),
     (Layout(tp=2, cp=2, dp=2, pp=2, order=TP_PP_DP_ORDER, ep=2, etp=1), None),
-    (Layout(tp=2, cp=1, dp=3, pp=1, ep=1, etp=2), None),
 ]
 
 

@@ -33,15 +33,9 @@ def axis_of(groups: Groups, name: str) -> Axis:
     return getattr(groups.dense if hasattr(groups.dense, name) else groups, name)
 
 
-def groups_of(
-    layout: Layout,
-    rank: int,
-    kv_heads: int | None = None,
-    tied: bool = False,
-    shard: int | None = None,
-):
+def groups_of(layout: Layout, rank: int, *options, **more):
     """The groups of a rank, and the calls of new_group that made them."""
-    groups, calls = made_groups(layout, rank, kv_heads, tied, shard)
+    groups, calls = made_groups(layout, rank, *options, **more)
     return groups, [ranks for ranks, _ in calls]
 
 

@@ -60,15 +60,10 @@ class Options:
 @pytest.mark.parametrize(
     ("uses", "urgent", "few"),
     [
-        ("tp", True, False),
-        ("tp kv", True, False),
         ("world tp", True, False),
         ("dp replicas shard", True, False),
-        ("shard_gather", True, False),
         ("dp replicas", False, False),
-        ("kv", False, False),
         ("pp tied", False, False),
-        ("channel0", False, True),
         ("channel12", False, True),
     ],
 )

@@ -15,6 +15,7 @@ from unit.by_hand import (
     backward_input,
     backward_weight,
     forward,
+    loss_gradient,
     recomputing,
 )
 from unit.storages import Storages, no_collector, of
@@ -27,7 +28,6 @@ from megatron.model.layer import TransformerLayer
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_runner import LayerRunner
-from megatron.parallel.pipeline import loss_gradient
 from megatron.parallel.schedule import Kind
 
 H, F, HEADS, D, S, B, VOCAB = 16, 24, 4, 4, 8, 2, 30

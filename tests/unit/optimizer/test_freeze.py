@@ -183,8 +183,6 @@ def fault_of(flags: tuple[str, ...]) -> str:
             "'layer.1' is none of embedding, head, layers.N and layers.N-M, with commas between",
         ),
         ("layers.2-4", "layers.2-4: layers go from 0 to 3"),
-        ("layers.2-1", "layers.2-1: layers go from 0 to 3"),
-        ("embedding,", "'' is none of"),
         (
             "head",
             (

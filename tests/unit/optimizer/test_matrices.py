@@ -13,12 +13,10 @@ from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row
 from parity.worker import Outcome, Piece, one_thread, run_case
 from torch import Tensor
 
-from megatron.config.groups import ModelConfig, OptimizerConfig
 from megatron.model.gpt import GPTModel
 from megatron.model.mlp import MLP
 from megatron.model.spec import Multipliers, ParameterSpec
 from megatron.optimizer.matrices import MatrixOptimizer
-from megatron.parallel.blocks import build_blocks
 from megatron.training import pretrain
 
 STEPS, LR = 3, 1e-2
@@ -214,17 +212,5 @@ def test_a_matrix_takes_the_rate_and_the_decay_that_it_declares(one_thread):
 
 
 def test_state_on_the_host_is_refused():
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=8,
-        ffn_hidden_size=8,
-        num_attention_heads=2,
-        kv_channels=4,
-        num_query_groups=2,
-        max_position_embeddings=4,
-    )
-    model = GPTModel(config, vocab_size=8, padded_vocab=8, dtype=torch.float32, seed=1)
-    blocks = build_blocks(model, torch.device("cpu"), host_fraction=1.0)
-    settings = mock.Mock(model=config, optimizer=OptimizerConfig())
     with pytest.raises(ValueError, match="on the device alone; do without --optimizer-cpu-offload"):
-        MatrixOptimizer(blocks, settings, matrix_rule=Balanced())
+        MatrixOptimizer([mock.Mock(on_host=True)], matrix_rule=Balanced())

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from parity.compare import FP64_GATE, fp64
+from parity.compare import fp64
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row
 from parity.worker import Outcome, one_thread, run_case
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from unit.by_hand import (
     backward_weight,
     filled,
     forward,
+    loss_gradient,
     recomputing,
 )
 from unit.model.made import norm
@@ -36,7 +37,6 @@ from megatron.model.spec import declare_grad_sum, parts_under
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.observe.tracking import read_metrics
 from megatron.parallel.layer_runner import LayerRunner
-from megatron.parallel.pipeline import loss_gradient
 from pretrain_gpt import main
 
 H, HEADS, D, S, B, VOCAB = 16, 4, 4, 8, 2, 30
@@ -102,6 +102,14 @@ class Adapted(Undeclared):
         declare_grad_sum(self.adapter, parts_under(tp.sequence))
 
 
+class Penalised(TransformerLayer):
+    """A layer whose output an ordinary operation multiplies by a function of one of our weights."""
+
+    def forward(self, x: Tensor, micro) -> Tensor:
+        y = super().forward(x, micro)
+        return y * self.mlp.fc1.weight.square().mean()
+
+
 def build(layer: type[TransformerLayer] = Adapted, tp: TensorParallel = NO_TP) -> GPTModel:
     with mock.patch.object(GPTModel, "layer_class", layer):
         model = GPTModel(
@@ -123,39 +131,7 @@ def micro_batch(model: GPTModel, number: int):
     )
 
 
-# ---- against plain autograd ----------------------------------------------------------------------
-
-
-def textbook(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """The sum of the loss of an adapted GPT over ids [b, s + 1], from its definition."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(
-            x, (H,), weights[f"{name}.weight"], weights[f"{name}.bias"], CONFIG.norm_epsilon
-        )
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-    x = weights["embedding.word.weight"][ids[:, :-1]] + weights["layers.0.position.weight"]
-    for layer in ("layers.0", "layers.1"):
-        heads = linear(norm(x, f"{layer}.input_norm"), f"{layer}.attention.qkv").view(
-            B, S, HEADS, 3, D
-        )
-        q, k, v = heads.permute(3, 0, 2, 1, 4)  # [b, n, s, d] each
-        scores = (q @ k.mT / D**0.5).masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
-        context = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, H)
-        x = x + linear(context, f"{layer}.attention.proj")
-        hidden = F.gelu(
-            linear(norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp.fc1"),
-            approximate="tanh" if CONFIG.activation == "gelu-tanh" else "none",
-        )
-        x = x + linear(hidden, f"{layer}.mlp.fc2")
-        x = norm(x, f"{layer}.final_norm") if layer == "layers.1" else x
-        hidden = F.gelu(linear(norm(x, f"{layer}.adapter.norm"), f"{layer}.adapter.down"))
-        x = x + linear(hidden, f"{layer}.adapter.up")
-    logits = x @ weights["embedding.word.weight"].T
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+# ---- against finite differences ------------------------------------------------------------------
 
 
 def whole(model: GPTModel, passes: LayerRunner, numbers: range) -> None:
@@ -180,58 +156,37 @@ def split(model: GPTModel, passes: LayerRunner, numbers: range) -> None:
     [NO_RECOMPUTE, FULL_RECOMPUTE, recomputing("layernorm", "qkv", "core_attn", "mlp")],
     ids=["plain", "recompute", "selective"],
 )
-def test_gradients_are_those_of_plain_autograd(recompute, run_passes):
-    model = build()
-    weights = {
-        name: parameter.detach().clone().requires_grad_()
-        for name, parameter in model.named_parameters()
-    }
-    assert all((f"layers.{layer}.{name}" in weights) for layer in (0, 1) for name in NAMES)
-    for number in range(3):
-        textbook(
-            weights,
-            torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number)),
-        ).backward()
+@pytest.mark.parametrize("layer", [Adapted, Penalised])
+def test_gradients_are_those_of_finite_differences(layer, recompute, run_passes):
+    """Of all parameters together, along a random direction. Where an ordinary operation reads a
+    weight of ours too, what reaches it by both ways is added up.
+    """
+    model, generator = build(layer), torch.Generator().manual_seed(2)
     model.choose_recompute(recompute)
-    run_passes(model, LayerRunner(), range(3))
-    for name, parameter in model.named_parameters():
-        expected = weights[name].grad
-        assert expected.norm() > 0 and parameter.grad is None
-        assert (parameter.main_grad - expected).norm() <= FP64_GATE * expected.norm(), name
-
-
-@pytest.mark.parametrize("run_passes", [whole, split])
-def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(run_passes):
-    """What reaches it by both ways is added up, also where the ordinary part comes first."""
-
-    class Penalised(TransformerLayer):
-        def forward(self, x: Tensor, micro) -> Tensor:
-            y = super().forward(x, micro)
-            return y * self.mlp.fc1.weight.square().mean()
-
-    model = build(Penalised)
     run_passes(model, LayerRunner(), range(2))
-    weight = model.layers["0"].mlp.fc1.weight
-    direction = torch.randn(
-        weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
-    )
-    start = weight.detach().clone()
+    parameters = list(model.parameters())
+    start = [parameter.detach().clone() for parameter in parameters]
+    along = [
+        torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+        for parameter in parameters
+    ]
+    expected = 0.0
+    for parameter, direction in zip(parameters, along):
+        assert parameter.grad is None and parameter.main_grad.norm() > 0
+        expected += (parameter.main_grad * direction).sum().item()
 
     def slope(h: float) -> float:
         values = []
         for step in (h, -h):
             with torch.no_grad():
-                weight.copy_(start + step * direction)
-                values.append(
-                    sum(
-                        forward(model, micro_batch(model, number))[0][0].item()
-                        for number in range(2)
-                    )
-                )
+                for parameter, begin, direction in zip(parameters, start, along):
+                    parameter.copy_(begin + step * direction)
+                losses = [forward(model, micro_batch(model, number))[0][0] for number in range(2)]
+                values.append(sum(losses).item())
         return (values[0] - values[1]) / (2 * h)
 
     numeric = (4 * slope(1e-5) - slope(2e-5)) / 3  # Richardson: the h^2 error cancels
-    assert numeric == pytest.approx((weight.main_grad * direction).sum().item(), rel=1e-7, abs=1e-7)
+    assert numeric == pytest.approx(expected, rel=1e-7, abs=1e-7)
 
 
 # ---- whole runs on every layout ------------------------------------------------------------------

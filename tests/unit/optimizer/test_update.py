@@ -212,14 +212,3 @@ def test_sgd_takes_narrow_gradients_and_writes_rounded_weights(dtype, monkeypatc
         # weights below 2, changes below 5 times 0.01
         torch.testing.assert_close(master.double(), expected, rtol=0, atol=4 * 2.0**-24)
         assert torch.equal(out, master.to(BF16))
-
-
-def test_states_are_stored_as_the_flags_say():
-    rule = rule_of(exp_avg=BF16)
-    assert (
-        rule.state_dtype("exp_avg", FP32) == BF16 and rule.state_dtype("exp_avg_sq", FP32) == FP32
-    )
-    assert (
-        rule_of(exp_avg_sq=BF16).state_dtype("exp_avg_sq", FP32) == BF16
-        and rule_of().state_dtype("exp_avg_sq", torch.float64) == torch.float64
-    )

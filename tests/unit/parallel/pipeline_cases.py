@@ -8,7 +8,7 @@ import random
 import torch
 import torch.distributed as dist
 from random_schedules import random_schedule
-from unit.by_hand import KeptWeights, backward, filled, forward
+from unit.by_hand import KeptWeights, backward, filled, forward, loss_gradient
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Groups, Layout, one_process
@@ -16,7 +16,7 @@ from megatron.distributed.setup import make_groups
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import Stage
 from megatron.parallel.layer_runner import LayerRunner
-from megatron.parallel.pipeline import Pipeline, loss_gradient
+from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule
 
 VOCAB, S, B, LAYERS = 30, 8, 2, 8

@@ -32,7 +32,6 @@ ROWS = (
     Row("dp2", "gpt", steps=3),
     Row("pp2 1f1b", "dropout", steps=3),
     Row("pp2 interleaved v2 dp2", "documents-rope", steps=3),
-    Row("pp2 gpipe", "ramp-up", steps=3),
     Row("dp2 zero1", "caps-zloss", steps=3),
     Row("pp2 1f1b dp2 zero1", "uneven", steps=3),
     Row("pp2 1f1b dp2", "gqa2-qknorm", "bf16"),
@@ -94,10 +93,7 @@ RUN = (
 @pytest.mark.parametrize(
     "flags, named",
     [
-        ("--torch-compile", "--torch-compile"),
-        ("--recompute-granularity full", "--recompute-granularity full"),
         ("--zero-stage 2", "--zero-stage 2"),
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
         (
             "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
             "--pipeline-schedule zero-bubble",

@@ -154,14 +154,3 @@ def test_torch_pipelines_compute_the_same_and_the_table_has_all_rows(
         )
         assert row["verdict"]["median"] == pytest.approx(row["torch_seconds"] / row["ours_seconds"])
     assert tool.torch_tables({"rows": rows}).count("too few quiet pairs") == len(rows)
-
-
-def test_the_bounds_of_a_large_pipeline_are_the_known_ones(monkeypatch):
-    monkeypatch.setattr(tool, "launch", lambda ranks, calls: [[[], []]])
-    large = {row["schedule"]: row for row in tool.measure_memory(None)["large"]}
-    assert large["1f1b"]["efficiency"] == pytest.approx(0.9) == large["gpipe"]["efficiency"]
-    assert (
-        large["gpipe"]["in_flight"],
-        large["1f1b"]["in_flight"],
-        large["zero-bubble"]["in_flight"],
-    ) == (171, 20, 20)

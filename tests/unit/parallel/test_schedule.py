@@ -4,12 +4,9 @@ gradients in the order of the micro-batches.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from megatron.tools._plan.schedule_check import check
 from megatron.tools._plan.simulate import Costs, simulate
-from random_schedules import random_placement
 
 from megatron.config.schedules import SCHEDULES
 from megatron.parallel.schedule import (
@@ -108,12 +105,3 @@ def test_forward_only_keeps_every_rank_busy():
                     simulate(schedule, Costs.even(schedule, forward=virtual)).end
                     == m * virtual + way
                 ), (name, ranks, m)
-
-
-def test_forward_only_on_any_placement():
-    draw = random.Random(1)
-    for _ in range(100):
-        ranks = draw.randint(1, 5)
-        check(
-            forward_only(random_placement(draw, ranks, draw.randint(ranks, 9)), draw.randint(1, 8))
-        )

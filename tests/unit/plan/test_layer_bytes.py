@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.tools._plan.activations import Shape, unit_bytes
 from test_memory import DRY, GROUPED, KERNELS, LATENT, ROPE, VOCAB, configure, whole_model
-from unit.by_hand import backward_input, forward
+from unit.by_hand import backward_input, forward, loss_gradient
 from unit.storages import Storages
 from unit.zero.measure import launches_of_nothing
 
@@ -24,8 +24,7 @@ from megatron.model.recompute_context import RecomputeContext
 from megatron.model.stages import whole
 from megatron.parallel import offload
 from megatron.parallel.layer_runner import LayerRunner
-from megatron.parallel.offload import OffloadingRunner, Pass
-from megatron.parallel.pipeline import loss_gradient
+from megatron.parallel.offload import OffloadingRunner, Pass, Route
 from megatron.parallel.schedule import Kind
 
 FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
@@ -107,7 +106,7 @@ def alive(config: Config) -> tuple[int, int]:
     """
     model, micro = whole_model(config)
     passes = OffloadingRunner(torch.device("cpu"), config.training.min_offloaded_tensor_size)
-    passes.prepare_passes(passes_of(model))
+    passes.prepare_passes(Route(passes_of(model)))
     kept = []
     with launches_of_nothing(), Storages() as storages:
         for _ in range(MICRO_BATCHES):

@@ -131,7 +131,7 @@ def gradient_bytes(blocks: list[Block]) -> int:
     total = 0
     for block in blocks:
         block.open()
-        total += nbytes(block.grad) if block.zero_stage < 2 else block.part(block.grad).nbytes
+        total += nbytes(block.grad) if block.zero_stage < 2 else block.grad[block.own_slice].nbytes
     return total
 
 

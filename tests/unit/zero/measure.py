@@ -16,8 +16,8 @@ from unit.zero.tracker import LiveBytes, Span
 from megatron.config.arguments import parse_arguments
 from megatron.distributed import collectives
 from megatron.model import embedding, linear_cross_entropy, main_grad
-from megatron.optimizer import update
-from megatron.parallel import blocks, grad_norm, zero
+from megatron.optimizer import optimizer, update
+from megatron.parallel import blocks, zero
 from megatron.parallel.blocks import Block
 from megatron.training import loop, pretrain, step
 
@@ -34,7 +34,7 @@ def pieces_of(size: int | None, head: int | None = None) -> Iterator[None]:
             for module in (main_grad, embedding, zero):
                 stack.enter_context(mock.patch.object(module, "SCRATCH_BYTES", size))
             stack.enter_context(mock.patch.object(collectives, "ROUND_BYTES", size))
-            stack.enter_context(mock.patch.object(grad_norm, "PIECE", size // 8))
+            stack.enter_context(mock.patch.object(optimizer, "PIECE", size // 8))
             stack.enter_context(mock.patch.object(update, "PIECE", size // 16))
         yield
 

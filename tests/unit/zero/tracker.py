@@ -48,26 +48,20 @@ KINDS = (
     "before",
 )
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
-# Functions of torch.distributed, and the bytes of buffers that Gloo's own hide in them: measured by
-# test_tracker.py.
-CALLS: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(
-        (
-            "isend",
-            "irecv",
-            "send",
-            "recv",
-            "all_reduce",
-            "broadcast",
-            "reduce",
-            "all_to_all_single",
-        ),
-        lambda *_, **__: 0,
-    ),
-    "all_gather": lambda outs, *_, **__: sum(out.nbytes for out in outs),
-    ALL_GATHER: lambda out, *_, **__: out.nbytes,
-    REDUCE_SCATTER: lambda _, x, *__, **___: x.nbytes,
-}
+# of torch.distributed: after each the bytes are added up
+CALLS = (
+    "isend",
+    "irecv",
+    "send",
+    "recv",
+    "all_reduce",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "all_to_all_single",
+    ALL_GATHER,
+    REDUCE_SCATTER,
+)
 
 
 @dataclass(eq=False)
@@ -162,13 +156,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> LiveBytes:
         self._walk("activations")
-        for name, hidden in CALLS.items():
-            call = self._sampling(getattr(dist, name), hidden)
+        for name in CALLS:
+            call = self._sampling(getattr(dist, name))
             for module in (dist, distributed_c10d):  # P2POp compares with the second
                 self.stack.enter_context(mock.patch.object(module, name, call))
-        self.stack.enter_context(
-            mock.patch.object(dist.Work, "wait", self._sampling(dist.Work.wait, lambda *_, **__: 0))
-        )
+        wait = self._sampling(dist.Work.wait)
+        self.stack.enter_context(mock.patch.object(dist.Work, "wait", wait))
         self.stack.enter_context(in_both_threads(self))
         super().__enter__()
         self.sample()
@@ -203,10 +196,10 @@ class LiveBytes(TorchDispatchMode):
         finally:
             super().__exit__(None, None, None)
 
-    def _sampling(self, call: Callable, hidden: Callable[..., int]) -> Callable:
+    def _sampling(self, call: Callable) -> Callable:
         def sampled(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
-            self.sample(hidden(*args, **kwargs))
+            self.sample()
             return result
 
         return sampled
@@ -262,8 +255,8 @@ class LiveBytes(TorchDispatchMode):
             if buffer is not None:
                 self._rename(self._see(buffer, kind, ""), kind)
 
-    def sample(self, hidden: int = 0) -> Counter[str]:
-        """Add up what is alive; `hidden` more bytes were for a moment."""
+    def sample(self) -> Counter[str]:
+        """Add up what is alive."""
         for block in self.blocks:
             for buffer, kind in (
                 (block.grad, "slots" if self.slots else "gradients"),
@@ -285,32 +278,30 @@ class LiveBytes(TorchDispatchMode):
             }
         )
         now["total"] = now.total()
-        if now["scratch"] or now["slots"] or hidden:
+        if now["scratch"] or now["slots"]:
             opened = [
                 (storage, _size(storage.ref))
                 for kind in ("scratch", "slots")
                 for storage in list(self.live[kind].values())
             ]
-            if not self.open or self.open[-1] != (opened, hidden):
-                self.open.append((opened, hidden))
+            if not self.open or self.open[-1] != opened:
+                self.open.append(opened)
         for kind in ("parameters", "gradients", "optimizer", "host", "activations", "before"):
             self.peak[kind] = max(self.peak[kind], now[kind])
-        if now["total"] + hidden > self.peak["total"]:
-            self.peak["total"], self.at_peak = (
-                now["total"] + hidden,
-                (now, len(self.open) - 1, _origin()[1]),
-            )
+        if now["total"] > self.peak["total"]:
+            self.peak["total"] = now["total"]
+            self.at_peak = now, len(self.open) - 1, _origin()[1]
         return now
 
     def _begin_span(self) -> None:
         self.peak: Counter[str] = Counter()
         self.at_peak: tuple[Counter[str], int, str] = Counter(), -1, ""
-        self.open: list[tuple[Open, int]] = []
+        self.open: list[Open] = []
 
     def mark(self) -> Span:
         """The span since the last mark."""
         now = self.sample()
-        opened = [_by_kind(*each) for each in self.open]  # by what they are known to be now
+        opened = [_by_kind(each) for each in self.open]  # by what they are known to be now
         for each in opened:
             self.peak |= each
         at_peak, index, where = self.at_peak
@@ -331,8 +322,8 @@ def _size(ref: weakref.ref[torch.UntypedStorage]) -> int:
     return 0 if memory is None else memory.nbytes()
 
 
-def _by_kind(opened: Open, hidden: int) -> Counter[str]:
-    sums = Counter({"scratch": hidden})
+def _by_kind(opened: Open) -> Counter[str]:
+    sums: Counter[str] = Counter()
     for storage, size in opened:
         sums[storage.kind] += size
     return sums
