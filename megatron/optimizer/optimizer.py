@@ -81,18 +81,14 @@ class Optimizer:
         # until the next step: they are counted when it is logged
         self.keeps_gradients = config.logging.log_num_zeros_in_grad
         dtypes = {name: self.rule.state_dtype(name, self.wide) for name in self.rule.state_names}
-        self.files = self._open_files(dtypes)
         self.state_names = tuple(dtypes)
+        # One set of files for all blocks: their reads follow each other in the order of the steps.
+        self.files: StateFiles | None = None
+        if in_files := [block for block in blocks if block.in_files]:
+            folder = config.optimizer.optimizer_nvme_offload
+            self.files = StateFiles(folder, in_files, {MASTER: self.wide, **dtypes})
         self.states = {block: self._state_of(block, dtypes) for block in blocks}
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
-
-    def _open_files(self, dtypes: dict[str, torch.dtype]) -> StateFiles | None:
-        # One set of files for all blocks: their reads follow each other in the order of the steps.
-        in_files = [block for block in self.blocks if block.in_files]
-        if not in_files:
-            return None
-        folder = self.config.optimizer.optimizer_nvme_offload
-        return StateFiles(folder, in_files, {MASTER: self.wide, **dtypes})
 
     def _state_of(self, block: Block, dtypes: dict[str, torch.dtype]) -> BlockState:
         """Master weights and moments, zeros of `dtypes`, where the block has them."""
