@@ -37,7 +37,7 @@ from megatron.benchmarks.training import busy_seconds, machine
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
 from megatron.model.gpt import GPTModel
 from megatron.optimizer import nvme
-from megatron.optimizer.lr_schedule import LearningRates
+from megatron.optimizer.lr_schedule import StepRates
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import build_blocks
 
@@ -94,8 +94,7 @@ class Step:
 
     def __call__(self) -> None:
         self.optimizer.step(
-            rates=LearningRates(1e-4, 1e-4),
-            weight_decay=0.1,
+            rates=StepRates(1e-4, 1e-4, 0.1),
             grad_sq_sum=self.squares,
             grad_scale=1.0,
         )

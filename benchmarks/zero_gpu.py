@@ -68,7 +68,7 @@ from megatron.model.build import build_model, hidden_shape
 from megatron.observe.events import EventLog
 from megatron.observe.metrics import Timers
 from megatron.observe.tracking import Tracker
-from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
+from megatron.optimizer.lr_schedule import ParamSchedule, StepRates
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.parallel.blocks import build_run_blocks
@@ -348,8 +348,7 @@ def take_steps(run: Run, count: int) -> tuple[list[float], list[PendingStep]]:
     for _ in range(count):
         batch = next_batch(run)  # the same each time: progress is not counted
         totals = all_reduce_totals(run, batch, forward_backward(run, batch))
-        rates = LearningRates(1e-4, 1e-4)
-        pendings.append(update(run, batch, totals, rates=rates, weight_decay=0.1))
+        pendings.append(update(run, batch, totals, StepRates(1e-4, 1e-4, 0.1)))
         mark()
     if cuda:
         torch.cuda.synchronize()

@@ -39,7 +39,7 @@ def ours(segments: Segments, moments: str) -> Callable[[], None]:
     """Our pass over one segment after the other."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from megatron.config.groups import OptimizerConfig
-    from megatron.optimizer.update import UpdateRule
+    from megatron.optimizer.update import StepScalars, UpdateRule
 
     config = OptimizerConfig(
         adam_beta1=BETAS[0],
@@ -59,17 +59,8 @@ def ours(segments: Segments, moments: str) -> Callable[[], None]:
         for master, grad, state, out in zip(
             segments.masters, segments.gradients, states, segments.weights
         ):
-            rule.apply(
-                master,
-                grad,
-                state,
-                steps,
-                lr=LR,
-                weight_decay=DECAY,
-                coefficient=segments.coefficient,
-                found_inf=found_inf,
-                out=out,
-            )
+            scalars = StepScalars(LR, DECAY, EPS, steps, segments.coefficient, found_inf)
+            rule.apply(master, grad, state, scalars, out)
         steps.add_(1)
 
     return step

@@ -111,7 +111,7 @@ def use(root: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         scaler.load(state["scaler"])
         scaler.update(True)
         torch.ones(1).mul_(scaler.scale)
-        ParamSchedule(**state["schedule"]).learning_rates(progress.scheduled_samples + 16)
+        ParamSchedule(**state["schedule"]).rates(progress.scheduled_samples + 16)
         changed_fields(state, config, 101, "f1")
         sources = [{"id": "a1", "content": "c1", "name": "books", "share": 65536}]
         history, blend, _ = extend_history(state["ledger"], progress.consumed_samples, sources)

@@ -18,11 +18,12 @@ from megatron.model.arithmetic import samples_after
 from megatron.model.spec import Multipliers
 
 
-class LearningRates(NamedTuple):
-    """The learning rates of one step."""
+class StepRates(NamedTuple):
+    """The learning rates and the weight decay of one step."""
 
     base: float
     decoupled: float  # of tensors that declare `decoupled_lr`; without --decoupled-lr the base
+    weight_decay: float
 
     def of(self, multipliers: Multipliers) -> float:
         """The rate of a tensor that declares these."""
@@ -93,14 +94,16 @@ class ParamSchedule:
         """What a checkpoint keeps of it: all that is given, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
-    def learning_rates(self, samples: int) -> LearningRates:
-        """Learning rates of the step that brings the run to `samples`."""
-        base = self.learning_rate(samples)
-        if self.decoupled_max_lr is None:
-            return LearningRates(base, base)
-        # The same shape between other ends.
-        ends = replace(self, max_lr=self.decoupled_max_lr, min_lr=self.decoupled_min_lr)
-        return LearningRates(base, ends.learning_rate(samples))
+    def rates(self, samples: int) -> StepRates:
+        """Those of the step that brings the run to `samples`."""
+        base = decoupled = self.learning_rate(samples)
+        if self.decoupled_max_lr is not None:
+            # The same shape between other ends.
+            ends = replace(self, max_lr=self.decoupled_max_lr, min_lr=self.decoupled_min_lr)
+            decoupled = ends.learning_rate(samples)
+        share = CHANGES[self.weight_decay_style](min(samples / self.weight_decay_length, 1.0))
+        change = (self.end_weight_decay - self.start_weight_decay) * share
+        return StepRates(base, decoupled, self.start_weight_decay + change)
 
     def learning_rate(self, samples: int) -> float:
         """Learning rate of the step that brings the run to `samples`, but for tensors that declare
@@ -112,11 +115,6 @@ class ParamSchedule:
         if LR_DECAYS[self.style].decays and samples > self.decay:
             return self.min_lr
         return DECAYS[self.style](self, samples)
-
-    def weight_decay(self, samples: int) -> float:
-        """Weight decay of the step that brings the run to `samples`."""
-        share = CHANGES[self.weight_decay_style](min(samples / self.weight_decay_length, 1.0))
-        return self.start_weight_decay + (self.end_weight_decay - self.start_weight_decay) * share
 
 
 # ---------------------------------------------------------------- shapes, by the choices of flags

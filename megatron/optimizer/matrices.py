@@ -149,7 +149,7 @@ def step_matrices(
             for part, _, weight, _ in own[box.name]:
                 change = (
                     direction[_range(part)].view(weight.shape)
-                    + numbers.weight_decay * multipliers.weight_decay * weight
+                    + numbers.rates.weight_decay * multipliers.weight_decay * weight
                 )
                 weight.sub_(change, alpha=numbers.rates.of(multipliers))
 

@@ -23,10 +23,10 @@ from megatron.model.gpt import layer_names
 from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
 from megatron.model.spec import Box, Holder, holders
-from megatron.optimizer.lr_schedule import LearningRates
+from megatron.optimizer.lr_schedule import StepRates
 from megatron.optimizer.nvme import FileTensor, StateFiles
 from megatron.optimizer.offload import HostSteps
-from megatron.optimizer.update import UpdateRule, rules_of
+from megatron.optimizer.update import StepScalars, UpdateRule, rules_of
 from megatron.parallel.blocks import UNTRAINED, Block, Segment, accumulation_dtype
 from megatron.parallel.zero import Zero
 
@@ -48,8 +48,7 @@ class StepOutcome:
 class StepNumbers(NamedTuple):
     """What the updates of all blocks in one step have in common."""
 
-    rates: LearningRates  # each tensor takes the one that it declares
-    weight_decay: float
+    rates: StepRates  # each tensor takes the one that it declares
     steps_before: Tensor
     coefficient: Tensor  # of the gradient
     found_inf: Tensor  # 1 to leave everything as it is
@@ -213,8 +212,7 @@ class Optimizer:
     def step(
         self,
         *,
-        rates: LearningRates,
-        weight_decay: float,
+        rates: StepRates,
         grad_sq_sum: Tensor,
         grad_scale: Tensor | float,
     ) -> StepOutcome:
@@ -237,7 +235,7 @@ class Optimizer:
             return StepOutcome(norm, found_inf)
 
         # 2. Steps on the host are handed over: each is made when the next forward pass needs it.
-        numbers = StepNumbers(rates, weight_decay, self.steps, coefficient, found_inf)
+        numbers = StepNumbers(rates, self.steps, coefficient, found_inf)
         assert not self.waiting, "a step on the host that no forward pass has asked for"
         self.waiting = {block for block in self.trained if block.on_host}
         if self.waiting:
@@ -295,18 +293,17 @@ class Optimizer:
             near, rounded = grad[piece], None if out is None else out[piece]
             segments = block.segments(piece) if block.in_files else self.segments[block]
             for part, multipliers in segments:
-                rule.apply(
-                    held[MASTER][part],
-                    near[part],
-                    {name: held[name][part] for name in self.state_names},
-                    numbers.steps_before,
+                scalars = StepScalars(
                     lr=numbers.rates.of(multipliers),
-                    weight_decay=numbers.weight_decay * multipliers.weight_decay,
-                    eps_multiplier=multipliers.eps,
+                    weight_decay=numbers.rates.weight_decay * multipliers.weight_decay,
+                    eps=rule.config.adam_eps * multipliers.eps,
+                    steps_before=numbers.steps_before,
                     coefficient=numbers.coefficient,
                     found_inf=numbers.found_inf,
-                    out=None if rounded is None else rounded[part],
                 )
+                states = {name: held[name][part] for name in self.state_names}
+                out_part = None if rounded is None else rounded[part]
+                rule.apply(held[MASTER][part], near[part], states, scalars, out_part)
 
     @torch.no_grad()
     def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor | None], None]) -> None:

@@ -33,8 +33,8 @@ class StepScalars(NamedTuple):
     lr: float
     weight_decay: float
     eps: float
-    steps_before: Tensor
-    coefficient: Tensor  # of the gradient
+    steps_before: Tensor  # fp32
+    coefficient: Tensor  # of the gradient, in the precision of the master weights
     found_inf: Tensor  # 1 to leave everything as it is
     number: Tensor | None = None  # of this step: steps_before + 1
     divisor: Tensor | None = (
@@ -89,34 +89,26 @@ class UpdateRule:
         master: Tensor,
         grad: Tensor,
         states: dict[str, Tensor],
-        steps_before: Tensor,
-        *,
-        lr: float,
-        weight_decay: float,
-        coefficient: Tensor,
-        found_inf: Tensor,
+        at: StepScalars,
         out: Tensor | None = None,
-        eps_multiplier: float = 1.0,
     ) -> None:
         """One step in place on a flat segment, and its rounded master weights into `out`.
 
-        The gradient is multiplied by `coefficient` (scalar in the master's precision). Narrower
-        tensors are widened piece by piece; `grad` is undefined afterwards. The caller advances
-        `steps_before` (fp32 scalar).
+        Narrower tensors are widened piece by piece; `grad` is undefined afterwards. The caller
+        advances the step count.
         """
         # What the kernel reads and writes next to the master weights, in the order of its
         # arguments.
         stored = [grad, *(states[name] for name in self.state_names)]
-        eps = self.config.adam_eps * eps_multiplier
-        at = StepScalars(lr, weight_decay, eps, steps_before, coefficient, found_inf)
-        if self.implementation.takes_segments:
-            self.implementation.step(self.config, master, *stored, out, at)
+        implementation = self.implementation
+        if implementation.takes_segments:
+            implementation.step(self.config, master, *stored, out, at)
             return
 
         # A kernel that divides the gradient by a scalar saves one pass over it; float64 runs
         # multiply first, as its scalar is fp32.
-        scales = self.implementation.scales_grad and coefficient.dtype == torch.float32
-        at = at._replace(number=steps_before + 1, divisor=1 / coefficient if scales else None)
+        scales = implementation.scales_grad and at.coefficient.dtype == torch.float32
+        at = at._replace(number=at.steps_before + 1, divisor=1 / at.coefficient if scales else None)
 
         # Update piece by piece, so that what is widened stays in cache.
         size = PIECE_CUDA if master.is_cuda else PIECE
@@ -124,16 +116,17 @@ class UpdateRule:
         scratch = _scratch(narrow, master, size) if any(narrow) else []
         for start in range(0, master.numel(), size):
             part = slice(start, start + size)
-            weight, pieces = master[part], [buffer[part] for buffer in stored]
+            weight = master[part]
+            pieces = [buffer[part] for buffer in stored]
             # in the master's precision, whatever the others are stored in
             wide = _widened(pieces, scratch) if scratch else pieces
             if at.divisor is None:
                 wide[0].mul_(at.coefficient)
-            self.implementation.step(self.config, weight, *wide, at)
+            implementation.step(self.config, weight, *wide, at)
             if out is not None:
                 out[part].copy_(weight)
             # the states are rounded back; the gradient is of no use any more
-            for piece, value in zip(pieces[1:], wide[1:]) if scratch else ():
+            for piece, value in zip(pieces[1:], wide[1:]):
                 if value is not piece:
                     piece.copy_(value)
 

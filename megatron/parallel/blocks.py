@@ -283,15 +283,15 @@ class Block:
 
     def drop(self) -> None:
         """The gradient has been used."""
-        self.summed = None
-        if self.grad is not None:
-            self.close()
+        self.grad = self.summed = None
+        for parameter in self.parameters:
+            parameter.main_grad = None
 
     def close(self) -> Tensor:
         """Take the gradient buffer away; it lives as long as the caller keeps it."""
-        grad, self.grad = self.grad, None
-        for parameter in self.parameters:
-            parameter.main_grad = None
+        grad, summed = self.grad, self.summed
+        self.drop()
+        self.summed = summed
         return grad
 
     def open_early(self, key: Any) -> None:

@@ -47,40 +47,45 @@ class PairedPipeline(Pipeline):
         def run_backward(each: LayerPass) -> None:
             """One layer of the backward pass."""
             nonlocal dy
-            with named(each.label):
-                if each.kind is Kind.REBUILD:
-                    self.rebuild(backward.stage, each.layer, saved)
-                    return
-                # A pair is never split: the weight gradients belong to this pass.
-                dy, _ = self.runner.backward(each.kind, each.layer, dy, saved.pop(), step.aux_scale)
+            if each.kind is Kind.REBUILD:
+                self.rebuild(backward.stage, each.layer, saved)
+                return
+            # A pair is never split: the weight gradients belong to this pass.
+            dy, _ = self.runner.backward(each.kind, each.layer, dy, saved.pop(), step.aux_scale)
 
         def run_forward(each: LayerPass) -> None:
             """One layer of the forward pass."""
             nonlocal x
-            with named(each.label):
-                x, saved_by_layer = self.runner.forward(each.layer, x, micro_batch, step.scalars)
+            x, saved_by_layer = self.runner.forward(each.layer, x, micro_batch, step.scalars)
             saved_forward.append(saved_by_layer)
 
         # Two layers at a time, until one of the two is over: stages may have different numbers of
         # layers.
-        backwards = [each for each in task.passes if each.kind is not Kind.FORWARD]
-        forwards = [each for each in task.passes if each.kind is Kind.FORWARD]
-        for first, second in zip_longest(backwards, forwards):
-            turn = [each for each in (first, second) if each is not None]
-            for each in turn:
-                if each.before is not None:
-                    self.zero.before_pass(each.before)
-            if second is None:
-                run_backward(first)
-            elif first is None:
-                run_forward(second)
-            else:
-                self.run_overlapped(partial(run_backward, first), partial(run_forward, second))
-            for each in turn:
-                if each.after is not None:
-                    self.zero.after_pass(each.after)
+        backwards = [(run_backward, each) for each in task.passes if each.kind is not Kind.FORWARD]
+        forwards = [(run_forward, each) for each in task.passes if each.kind is Kind.FORWARD]
+        for turn in zip_longest(backwards, forwards):
+            self._run_turn([each for each in turn if each is not None])
 
         # Both results are handed over when both passes are over, in the order of the schedule.
         if backward.stage > 0:
             step.messages.put(Message(Kind.BACKWARD, backward.stage - 1, backward.micro), dy)
         step.store_outputs(forward, x, saved_forward)
+
+    def _run_turn(self, turn: list[tuple[Callable[[LayerPass], None], LayerPass]]) -> None:
+        """The passes of two layers at the same time, or of one alone."""
+        for _, each in turn:
+            if each.before is not None:
+                self.zero.before_pass(each.before)
+        runs = [partial(_run_traced, run, each) for run, each in turn]
+        if len(runs) == 2:
+            self.run_overlapped(*runs)
+        else:
+            runs[0]()
+        for _, each in turn:
+            if each.after is not None:
+                self.zero.after_pass(each.after)
+
+
+def _run_traced(run: Callable[[LayerPass], None], each: LayerPass) -> None:
+    with named(each.label):
+        run(each)

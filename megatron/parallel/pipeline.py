@@ -230,8 +230,6 @@ class Pipeline:
         """
         prepared, messages = self.prepared(schedule), self.messages
         messages.acknowledgements = prepared.acknowledgements
-        if recording is not None:
-            recording.schedule = schedule
         if prepared.zero_plan.first:
             self.zero.start_first_gathers(prepared.zero_plan)
         step = StepState(messages, scale, scale if aux_scale is None else aux_scale)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,14 +43,15 @@ class Zero:
     ):
         self.blocks, self.groups, self.zero_stage = blocks, groups, blocks[0].zero_stage
         self.trained = [block for block in blocks if block.trained]
-        # Stage 0 updates all of a block on every rank, and stage 3 gathers before each use.
-        self.gathers_updates = self.zero_stage in (1, 2)
         self.planner = ZeroPlanner(model, blocks, groups, config)
         self.overlap_reduce = config.overlap_grad_reduce
         self.overlap_gather = config.overlap_param_gather
         self.reduce_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else None
         self.workspace = self._reduction_workspace()
         self._make_streams(blocks[0].weight.device)
+        # whether several ranks hold the same slice of a block, or parts of a tensor's gradient
+        self.has_copies = any(block.groups.same_shard.size > 1 for block in blocks)
+        self.has_parts = any(axis.size > 1 for axis in (groups.tp, groups.kv, groups.tied))
 
         # What passes change. Between two steps all of it is empty but `gathering` and `host_steps`.
         self.gathering: dict[Block, Handle] = {}
@@ -64,10 +66,13 @@ class Zero:
         # nothing where that waits for the end of the step.
         early = self.planner.reduces and (self.zero_stage >= 2 or self.overlap_reduce)
         self.when_complete = self._reduce_complete if early else None
-        # Several ranks may hold the same slice of a block, or parts of a tensor's gradient.
-        self.has_copies = any(block.groups.same_shard.size > 1 for block in self.trained)
-        parts = groups.tp, groups.kv, groups.tied
-        self.has_partial_gradients = any(axis.size > 1 for axis in parts)
+
+    @cached_property
+    def gathers_updates(self) -> bool:
+        """Whether weights are sent round after their update: stage 0 updates all of them on every
+        rank, and stage 3 gathers before each use.
+        """
+        return self.zero_stage in (1, 2)
 
     def _make_streams(self, device: torch.device) -> None:
         """One side stream for gathers and one for reductions; on a CPU there are none, and what
@@ -150,7 +155,7 @@ class Zero:
             self._finish_all_reductions()
         if self.has_copies:
             sum_copies(self.trained)
-        if self.has_partial_gradients:
+        if self.has_parts:
             sum_partial_gradients(self.trained, self.groups)
 
     def _finish_all_reductions(self) -> None:

@@ -84,13 +84,10 @@ def train(run: Run) -> Exit:
             with run.timing.outside():
                 if any(due) or exit_now:
                     interval, exit_now = _between_steps(run, interval, step, due, exit_now)
-                if config.training.manual_gc:
-                    collect_after(iteration, config.training.manual_gc_interval)
+                collect_after(iteration, config.training)
             # A request at the last iteration changes nothing, unless it cut the evaluation short.
             if exit_now and (progress.evaluation_due or not due.end):
-                if finalize(run):  # waits for the last save
-                    return exit_now
-                return Exit(f"{exit_now.reason}, but the last save failed", 1)
+                return _end(run, exit_now)
         return Exit(COMPLETE, 0 if finalize(run) else 1)
 
 
@@ -131,7 +128,7 @@ def _between_steps(
     there is one now.
     """
     if due.log:
-        interval = log(run, interval, step.learning_rates)
+        interval = log(run, interval, step.rates)
 
     # what follows is no part of an iteration's time
     paused = time.perf_counter()
@@ -151,6 +148,11 @@ def _between_steps(
     return interval, exit_now
 
 
+def _end(run: Run, reason: Exit) -> Exit:
+    """Wait for the last save; the reason to exit, with code 1 when it failed."""
+    return reason if finalize(run) else Exit(f"{reason.reason}, but the last save failed", 1)
+
+
 def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
     """Read the last step's verdict, which the next step's learning rate and loss scale depend on,
     and act on it.
@@ -165,7 +167,8 @@ def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
     interval.last = metrics
     interval.iterations += 1
     # A batch without a valid token is skipped too, and is no overflow.
-    overflow = metrics.skipped and sum(metrics.valid_tokens) > 0
+    has_tokens = sum(metrics.valid_tokens) > 0
+    overflow = metrics.skipped and has_tokens
     is_nan = overflow and run.scaler.at_minimum()
     if run.scaler.dynamic:
         run.scaler.update(overflow)
@@ -179,11 +182,10 @@ def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
     progress.skipped_samples += batch.size
     progress.open_skipped += 1
     run.timing.events.skipped += 1
-    iteration = batch.iteration
     samples = f"{batch.first_sample}..{batch.first_sample + batch.size - 1}"
-    if sum(metrics.valid_tokens) == 0:
+    if not has_tokens:
         logger.warning(
-            f"iteration {iteration}: no valid token in samples {samples}; the step is skipped"
+            f"iteration {batch.iteration}: no valid token in samples {samples}; the step is skipped"
         )
     elif is_nan and run.config.training.nan_policy == "stop":
         raise NonFiniteError(_blame(run, metrics))
@@ -192,7 +194,7 @@ def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
         where = [i for i, loss in enumerate(metrics.losses) if not math.isfinite(loss)]
         what = f"loss in micro-batches {where}" if where else "gradient"
         logger.warning(
-            f"iteration {iteration}: NaN or Inf {what}, samples {samples}; "
+            f"iteration {batch.iteration}: NaN or Inf {what}, samples {samples}; "
             "the step is skipped (--nan-policy skip)"
         )
 
@@ -313,9 +315,10 @@ def manual_collection(config: TrainingConfig) -> Iterator[None]:
             gc.enable()
 
 
-def collect_after(iteration: int, interval: int) -> None:
-    """Collects after every --manual-gc-interval iterations; never for 0."""
-    if interval and iteration % interval == 0:
+def collect_after(iteration: int, config: TrainingConfig) -> None:
+    """Collects after every --manual-gc-interval iterations."""
+    interval = config.manual_gc_interval
+    if config.manual_gc and interval and iteration % interval == 0:
         gc.collect()
 
 

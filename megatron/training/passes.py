@@ -18,7 +18,7 @@ from megatron.data.loader import Batch, Source
 from megatron.model.attention.context_parallel import ContextParallel, places_of_ranks
 from megatron.model.layer import REPORTED_SUM, MicroBatch
 from megatron.parallel.recording import Recording
-from megatron.parallel.schedule import build_schedule, forward_only
+from megatron.parallel.schedule import forward_only
 from megatron.training.run import Run
 
 # of a batch, [b, s], of which a context-parallel rank reads its own positions alone
@@ -64,17 +64,9 @@ def run_micro_batches(
     aux_scale = scale
     if training and run.pipeline.runner.aux_losses and source.eod_mask_loss:
         aux_scale = _aux_scale(run, source, first, samples, scale)
-    ranks, distributed = run.groups.pp.size, run.config.distributed
-    if training:
-        schedule = build_schedule(
-            distributed.pipeline_schedule,
-            ranks,
-            distributed.num_virtual_stages_per_pipeline_rank,
-            count,
-            distributed.overlap_moe_expert_parallel_comm,
-        )
-    else:
-        schedule = forward_only(run.pipeline.placement, count)
+    schedule = run.schedule_of(count) if training else forward_only(run.pipeline.placement, count)
+    if recording is not None:
+        recording.schedule = schedule
     found = run.pipeline.run(
         schedule,
         map(read, range(count)),  # one by one, as their first computation on this rank begins

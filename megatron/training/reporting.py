@@ -23,7 +23,7 @@ from megatron.model.gpt import layer_names
 from megatron.observe.console import training_line
 from megatron.observe.expert_load import load_metrics
 from megatron.observe.metrics import memory_metrics, rates, timer_metrics
-from megatron.optimizer.lr_schedule import LearningRates
+from megatron.optimizer.lr_schedule import StepRates
 from megatron.parallel.timeline import Timeline
 from megatron.training.run import Progress, Run
 from megatron.training.step import StepMetrics
@@ -55,7 +55,7 @@ def last_iteration(config: Config, progress: Progress) -> int:
     )
 
 
-def log(run: Run, interval: Interval, learning_rates: LearningRates) -> Interval:
+def log(run: Run, interval: Interval, learning_rates: StepRates) -> Interval:
     """Log and track one line; the next interval."""
     progress = run.progress
     # 1. The time of an iteration, without evaluations and checkpoints.
@@ -139,7 +139,7 @@ def _prediction(run: Run, batch: int) -> dict[str, float]:
     return {"predicted-iteration-time": seconds}
 
 
-def _rate_metrics(run: Run, learning_rates: LearningRates) -> dict[str, float]:
+def _rate_metrics(run: Run, learning_rates: StepRates) -> dict[str, float]:
     """The learning rates of the last step; that of --decoupled-lr where there is one."""
     metrics = {"learning-rate": learning_rates.base}
     if run.schedule.decoupled_max_lr is not None:

@@ -5,8 +5,9 @@ Made by training/pretrain.py, and handed to every function of the loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -24,6 +25,7 @@ from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.schedule import Schedule, build_schedule
 from megatron.parallel.zero import Zero
 from megatron.training.advisor import Advisor, Forecast
 from megatron.training.exit import ExitConditions
@@ -91,6 +93,18 @@ class Run:
     def global_micro_batch_size(self) -> int:
         """Samples of one micro-batch of all data-parallel ranks."""
         return self.config.training.micro_batch_size * self.groups.dp.size
+
+    @cached_property
+    def schedule_of(self) -> Callable[[int], Schedule]:
+        """What the pipeline ranks do in a step of a number of micro-batches."""
+        distributed = self.config.distributed
+        return partial(
+            build_schedule,
+            distributed.pipeline_schedule,
+            self.groups.pp.size,
+            distributed.num_virtual_stages_per_pipeline_rank,
+            pairs=distributed.overlap_moe_expert_parallel_comm,
+        )
 
     @cached_property
     def reports_loss(self) -> bool:

@@ -17,7 +17,7 @@ from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import waiting
 from megatron.model.arithmetic import finished, global_batch_size_at
 from megatron.model.layer import ScalarSpec
-from megatron.optimizer.lr_schedule import LearningRates
+from megatron.optimizer.lr_schedule import StepRates
 from megatron.optimizer.optimizer import sum_of_squares
 from megatron.parallel.blocks import Block
 from megatron.parallel.recording import Recording
@@ -48,14 +48,8 @@ def train_step(run: Run, finish_pending: Callable[[], None]) -> PendingStep:
 
     # 3. Update the shards that this rank owns. Their weights reach the other ranks while the next
     # forward pass runs. Schedules count the samples of steps that were not skipped.
-    samples = progress.scheduled_samples + batch.size
-    pending = update(
-        run,
-        batch,
-        totals,
-        rates=run.schedule.learning_rates(samples),
-        weight_decay=run.schedule.weight_decay(samples),
-    )
+    rates = run.schedule.rates(progress.scheduled_samples + batch.size)
+    pending = update(run, batch, totals, rates)
     progress.iteration = batch.iteration
     progress.consumed_samples += batch.size
     return pending
@@ -134,12 +128,7 @@ def all_reduce_totals(run: Run, batch: GlobalBatch, sums: MicroBatchSums) -> dic
 
 
 def update(
-    run: Run,
-    batch: GlobalBatch,
-    totals: dict[str, Tensor],
-    *,
-    rates: LearningRates,
-    weight_decay: float,
+    run: Run, batch: GlobalBatch, totals: dict[str, Tensor], rates: StepRates
 ) -> PendingStep:
     """Step the optimizer; the gradient becomes that of the mean loss per valid token."""
     with run.timers("optimizer"):
@@ -156,7 +145,6 @@ def update(
                 run.checkpoints.before_update()
         outcome = run.optimizer.step(
             rates=rates,
-            weight_decay=weight_decay,
             grad_sq_sum=grad_sq_sum,
             grad_scale=grad_scale,
         )
@@ -222,7 +210,7 @@ class PendingStep:
     """
 
     batch: GlobalBatch
-    learning_rates: LearningRates
+    rates: StepRates
     numbers: Packed
     copy: AsyncHostCopy  # of `numbers`
     scalars: tuple[ScalarSpec, ...]  # of the model

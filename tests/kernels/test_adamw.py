@@ -8,7 +8,7 @@ from megatron.kernels.configurations import Row
 from torch.optim.adamw import adamw
 
 from megatron.config.groups import OptimizerConfig
-from megatron.optimizer.update import UpdateRule
+from megatron.optimizer.update import StepScalars, UpdateRule
 
 SETTINGS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -137,15 +137,11 @@ def test_the_optimizers_rule_takes_it(device):
     for implementation in ("triton", "torch-fused"):
         p, g, _, v = draw(640, device)
         states = {"exp_avg": torch.zeros(640, dtype=BF16, device=device), "exp_avg_sq": v}
-        given = {
-            "lr": 1e-3,
-            "weight_decay": 0.1,
-            "coefficient": scalar(0.5, device),
-            "found_inf": scalar(0, device),
-            "out": torch.zeros(640, dtype=BF16, device=device),
-        }
-        UpdateRule(config, implementation).apply(p, g, states, scalar(4, device), **given)
-        results.append((p, states["exp_avg"], v, given["out"]))
+        out = torch.zeros(640, dtype=BF16, device=device)
+        before, coefficient, found_inf = (scalar(number, device) for number in (4, 0.5, 0))
+        at = StepScalars(1e-3, 0.1, config.adam_eps, before, coefficient, found_inf)
+        UpdateRule(config, implementation).apply(p, g, states, at, out)
+        results.append((p, states["exp_avg"], v, out))
     for ours, torchs in zip(*results, strict=True):
         rtol = 2**-7 if ours.dtype == BF16 else 5e-7
         torch.testing.assert_close(ours, torchs, rtol=rtol, atol=1e-9)

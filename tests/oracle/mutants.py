@@ -430,17 +430,18 @@ lengths in iterations counted in whole batches under ramp-up | ramp-up
         for before,
 = megatron/training/step.py update
 a learning rate one step late | gpt-files
-    rates=rates, => rates=run.schedule.learning_rates(run.progress.scheduled_samples),
+    rates=rates, => rates=run.schedule.rates(run.progress.scheduled_samples)._replace(
+        weight_decay=rates.weight_decay),
 a weight decay one step late | mixed-5
-    weight_decay=weight_decay => weight_decay=run.schedule.weight_decay(
-        run.progress.scheduled_samples)
-= megatron/optimizer/lr_schedule.py ParamSchedule.weight_decay
+    rates=rates, => rates=rates._replace(weight_decay=run.schedule.rates(
+        run.progress.scheduled_samples).weight_decay),
+= megatron/optimizer/lr_schedule.py ParamSchedule.rates
 weight decay that stays at its start | mixed-5
     * share => * 0
 a cosine of weight decay for which a line is asked and the other way round | mixed-8
     CHANGES[self.weight_decay_style] => CHANGES[
         {"linear": "cosine", "cosine": "linear"}.get(self.weight_decay_style, "constant")]
-= megatron/optimizer/lr_schedule.py LearningRates.of
+= megatron/optimizer/lr_schedule.py StepRates.of
 embedding and head at the rate of all else | decoupled-tied
     (self.decoupled if multipliers.decoupled_lr else self.base) => self.base
 = megatron/model/layer.py TransformerLayer._learned_positions
@@ -449,7 +450,7 @@ learned positions at the rate of the word embedding | decoupled-tied
 = megatron/model/layer.py vocabulary_matrix
 an untied head at the rate of all else | decoupled-untied-resume
     Multipliers(decoupled_lr=True) => Multipliers(decoupled_lr=not head)
-= megatron/optimizer/lr_schedule.py ParamSchedule.learning_rates
+= megatron/optimizer/lr_schedule.py ParamSchedule.rates
 a decoupled rate that decays to zero without its own minimum | decoupled-tied
     min_lr=self.decoupled_min_lr => min_lr=0.0
 a decoupled rate whose warm-up begins at zero | decoupled-tied
@@ -460,7 +461,7 @@ a decoupled rate that decays to --min-lr | decoupled-untied-resume
 the base rate logged as the decoupled one | decoupled-tied
     learning_rates.decoupled => learning_rates.base
 the rate of the step before | gpt-files
-    {"learning-rate": learning_rates.base} => {"learning-rate": run.schedule.learning_rates(
+    {"learning-rate": learning_rates.base} => {"learning-rate": run.schedule.rates(
         run.progress.scheduled_samples - run.config.training.global_batch_size).base}
 """
 

@@ -219,7 +219,7 @@ the own slice gathered as it was left | dropout dp2 zero3
     own.copy_(block.gathered_from, non_blocking=True) => own.zero_()
 = megatron/parallel/blocks.py Block.drop
 the shards' gradients kept from step to step | dropout dp2 zero2
-    self.summed = None =>
+    self.grad = self.summed = None => self.grad = None
 = megatron/parallel/blocks.py Block.open
 a gradient buffer that does not begin with zeros | dropout dp2 zero2
     self.grad[first:last].zero_() => self.grad[first:last].fill_(1)

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from megatron.config.groups import OptimizerConfig
 from megatron.optimizer import update
-from megatron.optimizer.update import PIECE, UpdateRule
+from megatron.optimizer.update import PIECE, StepScalars, UpdateRule
 from megatron.parallel.blocks import ALIGNMENT
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -50,17 +50,15 @@ def gradient(size, step, dtype=FP32):
 
 
 def apply(rule, master, grad, states, step, out=None, found_inf=0.0, coefficient=COEFFICIENT):
-    rule.apply(
-        master,
-        grad,
-        states,
-        torch.tensor(float(step)),
+    at = StepScalars(
         lr=LR,
         weight_decay=DECAY,
+        eps=rule.config.adam_eps,
+        steps_before=torch.tensor(float(step)),
         coefficient=torch.tensor(coefficient, dtype=master.dtype),
         found_inf=torch.tensor(found_inf),
-        out=out,
     )
+    rule.apply(master, grad, states, at, out)
 
 
 @pytest.mark.parametrize(

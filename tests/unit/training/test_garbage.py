@@ -18,15 +18,27 @@ def collections(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("interval, expected", [(100, [100, 200, 300]), (0, [])])
-def test_iterations(interval, expected, collections):
-    """They follow from the iteration alone, so that all ranks collect together."""
+def collected_at(config: TrainingConfig, collections: list[int], last: int = 300) -> list[int]:
     found = []
-    for iteration in range(1, 301):
+    for iteration in range(1, last + 1):
         before = len(collections)
-        collect_after(iteration, interval)
+        collect_after(iteration, config)
         found += [iteration] * (len(collections) - before)
-    assert found == expected
+    return found
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (TrainingConfig(), [100, 200, 300]),
+        (TrainingConfig(manual_gc_interval=150), [150, 300]),
+        (TrainingConfig(manual_gc_interval=0), []),
+        (TrainingConfig(manual_gc=False), []),
+    ],
+)
+def test_iterations(config, expected, collections):
+    """They follow from the iteration alone, so that all ranks collect together."""
+    assert collected_at(config, collections) == expected
 
 
 def test_evaluations(collections):
