@@ -174,9 +174,9 @@ def published_weights_are_the_masters(run: loop.Run) -> None:
         for piece, held in (
             run.optimizer.states[block].pieces(("master",), "read") if block.zero_stage < 3 else ()
         ):
-            assert torch.equal(block.weight[block.own_slice][piece], held["master"].to(block.weight)), (
-                f"{block.name}: not the rounded masters"
-            )
+            assert torch.equal(
+                block.weight[block.own_slice][piece], held["master"].to(block.weight)
+            ), f"{block.name}: not the rounded masters"
 
 
 # ---------------------------------------------------------------- patches: what flags alone cannot
