@@ -56,6 +56,12 @@ class Timeline:
             for span, is_paired in zip(row, in_pairs(row))
         )
 
+    def idle(self, rank: int) -> float:
+        """Time of the whole step, from any rank's first to any rank's last computation, in which
+        the rank does not compute.
+        """
+        return self.end - self.begin - self.busy(rank)
+
     @property
     def bubble(self) -> float:
         """Share of all ranks' time in which they do not compute."""

@@ -25,12 +25,11 @@ def run(
 
 
 def idle(line: Timeline) -> list[float]:
-    """Of each rank, time of the whole step in which it does not compute."""
-    return [line.end - line.begin - line.busy(rank) for rank in range(len(line.rows))]
+    return [line.idle(rank) for rank in range(len(line.rows))]
 
 
 def idle_inside(line: Timeline) -> list[float]:
-    """Of that, what lies between the rank's own first and last computation."""
+    """Of each rank, what of it lies between the rank's own first and last computation."""
     return [row[-1].end - row[0].begin - line.busy(rank) for rank, row in enumerate(line.rows)]
 
 
