@@ -12,8 +12,8 @@ LINES = {
     "megatron/config": 5183,
     "megatron/data": 1649,
     "megatron/observe": 1473,
-    "megatron/optimizer": 1575,
-    "megatron/parallel": 3540,
+    "megatron/optimizer": 1551,
+    "megatron/parallel": 3436,
     "megatron/training": 3906,
 }
 
