@@ -48,6 +48,7 @@ import numpy as np
 import torch
 from megatron.benchmarks import training
 from megatron.benchmarks.peers.common import TrainedWork
+from megatron.tools._report.metrics_file import read_metrics
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
@@ -56,7 +57,6 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.model.build import declared
 from megatron.model.init import fill_initial
 from megatron.model.spec import whole
-from megatron.observe.tracking import read_metrics
 
 NANOGPT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
 WORK = TrainedWork()

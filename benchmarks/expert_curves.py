@@ -38,6 +38,7 @@ import numpy as np
 from megatron.benchmarks import convergence, training
 from megatron.benchmarks.layout_curves import GAP, HEIGHT, LEFT, RIGHT, TOP, WIDTH, label
 from megatron.benchmarks.peers.common import TrainedWork
+from megatron.tools._report.metrics_file import read_metrics
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
@@ -45,7 +46,6 @@ from megatron.data.loader import FileReader, build_data
 from megatron.data.tokenizer import build_tokenizer
 from megatron.model.arithmetic import active_parameters, flops_per_iteration, parameter_count
 from megatron.observe.metrics import Metrics
-from megatron.observe.tracking import read_metrics
 
 DENSE = "dense"
 EXPERTS, TOPK = 8, 2

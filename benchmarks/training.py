@@ -54,8 +54,7 @@ from megatron.benchmarks import ratio_rule
 from megatron.benchmarks.peers.common import Work
 from megatron.benchmarks.peers.start import write_start
 from megatron.benchmarks.turn_group import KEPT_MEMORY
-
-from megatron.observe.tracking import read_metrics
+from megatron.tools._report.metrics_file import read_metrics
 
 TORCH = "torch==2.13.0"
 ENVIRONMENTS = {  # torch is installed first, by its pin, so that no requirement replaces it

@@ -24,6 +24,7 @@ from megatron.tools._plan.verdict import (
     check_host_memory,
     memory_verdict,
 )
+from megatron.tools._report.goodput_account import goodput
 from megatron.tools._report.step_parts import parts_of_trace, where_the_step_went
 
 from megatron.config.errors import UserError
@@ -88,6 +89,12 @@ class PlanningAdvisor(Advisor):
 
     def step_table(self, trace: Path) -> list[str]:
         return where_the_step_went(parts_of_trace(trace))
+
+    def goodput(self, save: Path) -> dict[str, float]:
+        try:
+            return goodput(save).summary()
+        except UserError:  # no events: their disk failed
+            return {}
 
 
 def _machine(config: Config, device: torch.device, world_size: int) -> Machine | None:

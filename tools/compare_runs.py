@@ -17,10 +17,11 @@ import sys
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.tools._report.metrics_file import read_metrics  # noqa: E402
+
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.observe.metrics import is_measured  # noqa: E402
-from megatron.observe.tracking import read_metrics  # noqa: E402
 
 Rows = dict[int, dict[str, float]]
 

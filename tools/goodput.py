@@ -16,11 +16,11 @@ import sys
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.tools._report.goodput_account import Goodput, goodput  # noqa: E402
 from megatron.tools._report.goodput_text import MEANINGS, fault, headline  # noqa: E402
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
-from megatron.observe.goodput import Goodput, goodput  # noqa: E402
 
 
 def text(found: Goodput) -> str:

@@ -28,11 +28,11 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 from megatron.tools._report.metric_names import METRICS  # noqa: E402
+from megatron.tools._report.metrics_file import metrics_path, read_metrics  # noqa: E402
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.observe.metrics import AXES, wandb_name  # noqa: E402
-from megatron.observe.tracking import metrics_path, read_metrics  # noqa: E402
 
 X_AXES = ("iteration", *AXES.values())
 

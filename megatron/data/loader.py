@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron.config.data_paths import Weighted, parse_blend, parse_split
-from megatron.config.groups import Config, DataConfig
+from megatron.config.data_paths import parse_blend, parse_split
+from megatron.config.groups import Config
 from megatron.config.input_files import JsonObject
 from megatron.config.metadata import flag_name
 from megatron.data.blend import PATTERN, Blend, extend_history, quotas
@@ -195,6 +195,9 @@ class Data:
     eod: int
 
 
+Mixed = list[tuple[TokenStream, float]]  # streams and their weights
+
+
 @dataclass
 class _Opener:
     """Opens each prefix once, and collects faults, which are reported together."""
@@ -205,75 +208,143 @@ class _Opener:
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def streams(self, split: str) -> Mixed:
+        """The token streams of a split; by default the weight is the number of tokens."""
+        data, cut_by = self.config.data, None
+        if data.data_path:
+            paths, cut_by = parse_blend(data.data_path, "--data-path"), data.split or DEFAULT_SPLIT
+            if parse_split(cut_by)[SPLITS.index(split)] == 0:
+                return []
+        else:
+            own = getattr(data, f"{split}_data_path")
+            paths = parse_blend(own or (), f"--{split}-data-path")
+        found: Mixed = []
+        too_small = []
+        for weight, prefix in paths:
+            dataset = None if weight == 0 else self.open(prefix)
+            if dataset is None:
+                continue
+            try:
+                stream = self.stream(dataset, split, cut_by)
+            except DataError as error:
+                too_small.append(str(error))
+            else:
+                found.append((stream, stream.num_tokens if weight is None else weight))
+        if cut_by and split != "train" and found:
+            # other sources are evaluated; the message of a source that is too small has the fix
+            self.notes += [f"{split}: left out: {problem}" for problem in too_small]
+        else:
+            self.faults += too_small
+        self.faults += _given_twice([stream for stream, _ in found])
+        return found
+
+    def stream(self, dataset: IndexedDataset, split: str, cut_by: str | None) -> TokenStream:
+        """The part of a dataset for a split, by a --split or (None) all of it. Raises DataError
+        where that is less than a sample.
+        """
+        count = dataset.num_sequences
+        first, stop = split_range(parse_split(cut_by), split, count) if cut_by else (0, count)
+        if first == stop:
+            raise DataError(
+                f"{dataset.prefix}: --split {cut_by} leaves no document of its {count} "
+                f"for {split}: give {split} a larger share, "
+                f"or 0 to do without it, or name separate files with --{split}-data-path"
+            )
+        seed = self.config.training.seed if split == "train" else EVALUATION_SEED
+        seq_length = self.config.data.seq_length
+        return TokenStream(dataset, first, stop, seq_length, seed, self.tokenizer.vocab_size)
+
     def open(self, prefix: str) -> IndexedDataset | None:
         """The dataset, checked against the tokenizer and the flags; None after a fault."""
         if prefix not in self.datasets:
             try:
                 dataset = IndexedDataset(prefix)
                 self._check(dataset)
-                self.datasets[prefix] = dataset
+                self._check_eod(dataset)
             except DataError as error:
                 self.faults.append(str(error))
                 return None
+            self.datasets[prefix] = dataset
         return self.datasets[prefix]
 
     def _check(self, dataset: IndexedDataset) -> None:
-        data = self.config.data
-        tokenizer = self.tokenizer
-        sidecar = dataset.sidecar
-        if data.check_data:
+        """Compare the ids of the data with the vocabulary."""
+        tokenizer, sidecar, scans = self.tokenizer, dataset.sidecar, self.config.data.check_data
+        if scans:
             dataset.check(tokenizer.vocab_size, _progress(f"checking {dataset.prefix}"))
             self.notes.append(f"{dataset.prefix}: scanned in full, sound")
-        if sidecar and sidecar["max_id"] >= tokenizer.vocab_size:
-            raise DataError(
-                f"{dataset.bin_path}: its largest token id, {sidecar['max_id']}, lies "
-                f"outside the vocabulary of {tokenizer.vocab_size}: "
-                f"the data was made with {sidecar['tokenizer'].get('name')}; give that "
-                "tokenizer, or preprocess the text again"
-            )
-        if sidecar and sidecar["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-            self.notes.append(
-                f"{dataset.prefix}: made with another tokenizer "
-                f"({sidecar['tokenizer'].get('name')}) than this run's ({tokenizer.name})"
-            )
-        if not sidecar and not data.check_data:
+        elif not sidecar:
             dataset.check_ends(tokenizer.vocab_size)
             self.notes.append(
                 f"{dataset.prefix}: has no sidecar, so ids are checked as they are read; "
                 "--check-data scans the files before training"
             )
-        self._check_eod(dataset)
+        if not sidecar:
+            return
+        made_with = sidecar["tokenizer"].get("name")
+        if sidecar["max_id"] >= tokenizer.vocab_size:
+            raise DataError(
+                f"{dataset.bin_path}: its largest token id, {sidecar['max_id']}, lies "
+                f"outside the vocabulary of {tokenizer.vocab_size}: the data was made with "
+                f"{made_with}; give that tokenizer, or preprocess the text again"
+            )
+        if sidecar["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+            self.notes.append(
+                f"{dataset.prefix}: made with another tokenizer ({made_with}) than this run's "
+                f"({tokenizer.name})"
+            )
 
     def _check_eod(self, dataset: IndexedDataset) -> None:
         """Compare the end-of-document id of the data with that of the tokenizer."""
-        data, tokenizer, sidecar = self.config.data, self.tokenizer, dataset.sidecar
-        made_with = sidecar["tokenizer"]["eod"] if sidecar else tokenizer.eod
-        if made_with != tokenizer.eod:
+        data, eod, sidecar = self.config.data, self.tokenizer.eod, dataset.sidecar
+        made_with = sidecar["tokenizer"]["eod"] if sidecar else eod
+        if made_with != eod:
             self.notes.append(
                 f"{dataset.prefix}: made with the end-of-document id {made_with}; this run's "
-                f"tokenizer has {tokenizer.eod}"
+                f"tokenizer has {eod}"
             )
-        flags = [
-            name
-            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-            if getattr(data, name)
-        ]
-        if flags:
-            known = sidecar and sidecar["tokenizer"]["eod"] == tokenizer.eod
-            if not (sidecar["eod_count"] if known else dataset.contains(tokenizer.eod)):
-                spelled = ", ".join(map(flag_name, flags))
-                other = made_with != tokenizer.eod
-                made = f" but was made with {made_with} as the end of document" if other else ""
-                raise DataError(
-                    f"{dataset.bin_path}: holds no end-of-document id ({tokenizer.eod}){made}, so "
-                    f"{spelled} cannot act: preprocess with --append-eod"
-                    f"{' and this tokenizer' if other else ''}, or drop the flag"
-                )
+        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        flags = ", ".join(flag_name(name) for name in names if getattr(data, name))
+        counted = sidecar and made_with == eod
+        if flags and not (sidecar["eod_count"] if counted else dataset.contains(eod)):
+            made = tokenizer = ""
+            if made_with != eod:
+                made = f" but was made with {made_with} as the end of document"
+                tokenizer = " and this tokenizer"
+            raise DataError(
+                f"{dataset.bin_path}: holds no end-of-document id ({eod}){made}, so {flags} "
+                f"cannot act: preprocess with --append-eod{tokenizer}, or drop the flag"
+            )
 
-    def refuse(self) -> None:
-        """Raise all faults."""
-        if self.faults:
-            raise DataError("\n".join(dict.fromkeys(self.faults)))
+    def source(self, name: str, streams: list[TokenStream], blend: Blend, weight: float) -> Source:
+        """The samples of the streams, mixed by a blend."""
+        sidecars = [stream.dataset.sidecar for stream in streams]
+        size = None
+        if all(sidecar and sidecar.get("text_bytes") for sidecar in sidecars):
+            size = sum(each["text_bytes"] for each in sidecars)
+            size /= sum(each["tokens"] for each in sidecars)
+        return Source(
+            name,
+            FileReader(streams, blend),
+            eod=self.tokenizer.eod,
+            epoch_samples=sum(stream.samples for stream in streams),
+            bytes_per_token=size,
+            weight=weight,
+            **_flags(self.config),
+        )
+
+    def held_out(self, title: str, mixed: Mixed) -> dict[str, Source]:
+        """One source per stream: a single one is named `title`, several by the last part of their
+        prefix (or all of it when those collide).
+        """
+        prefixes = [stream.dataset.prefix for stream, _ in mixed]
+        short = [each.rsplit("/", 1)[-1].removesuffix("_text_document") for each in prefixes]
+        names = [title] if len(mixed) == 1 else short if len(set(short)) == len(short) else prefixes
+        total = sum(weight for _, weight in mixed)
+        return {
+            name: self.source(name, [stream], Blend([1]), weight / total)
+            for name, (stream, weight) in zip(names, mixed, strict=True)
+        }
 
 
 def _progress(label: str) -> Callable[[float], None]:
@@ -300,44 +371,6 @@ def split_range(shares: list[Fraction], split: str, sequences: int) -> tuple[int
     return round(sum(shares[:k]) * sequences), round(sum(shares[: k + 1]) * sequences)
 
 
-def _split_paths(data: DataConfig, split: str) -> tuple[list[Weighted], str | None]:
-    """The (weight, prefix) list of one split and the --split to cut it by (None: the whole
-    files).
-    """
-    own = getattr(data, f"{split}_data_path")
-    if data.data_path:
-        return parse_blend(data.data_path, "--data-path"), data.split or DEFAULT_SPLIT
-    return parse_blend(own or (), f"--{split}-data-path"), None
-
-
-def _stream(
-    opener: _Opener, prefix: str, split: str, cut_by: str | None, too_small: list[str]
-) -> TokenStream | None:
-    """The part of a prefix for a split, by a --split or (None) all of it. None after a fault, which
-    is added to the opener, or to `too_small` when the part is less than a sample.
-    """
-    dataset = opener.open(prefix)
-    config = opener.config
-    if dataset is None:
-        return None
-    count = dataset.num_sequences
-    first, stop = split_range(parse_split(cut_by), split, count) if cut_by else (0, count)
-    if first == stop:
-        too_small.append(
-            f"{prefix}: --split {cut_by} leaves no document of its {count} "
-            f"for {split}: give {split} a larger share, "
-            f"or 0 to do without it, or name separate files with --{split}-data-path"
-        )
-        return None
-    seed = config.training.seed if split == "train" else EVALUATION_SEED
-    vocab_size = opener.tokenizer.vocab_size
-    try:
-        return TokenStream(dataset, first, stop, config.data.seq_length, seed, vocab_size)
-    except DataError as error:
-        too_small.append(str(error))
-        return None
-
-
 def _given_twice(streams: list[TokenStream]) -> list[str]:
     """The fault of streams with the same data, if any."""
     last = {stream.identity: stream.dataset.prefix for stream in streams}
@@ -349,28 +382,6 @@ def _given_twice(streams: list[TokenStream]) -> list[str]:
         f"{', '.join(names) or next(iter(last.values()))}: this data is given twice: "
         "name it once, with the sum of the weights"
     ]
-
-
-def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], Weights]:
-    """The token streams of a split and their weights; faults are added to the opener."""
-    streams = []
-    weights = []
-    too_small: list[str] = []
-    paths, cut_by = _split_paths(opener.config.data, split)
-    if cut_by and parse_split(cut_by)[SPLITS.index(split)] == 0:
-        return [], []
-    for weight, prefix in paths:
-        stream = None if weight == 0 else _stream(opener, prefix, split, cut_by, too_small)
-        if stream is not None:
-            streams.append(stream)
-            weights.append(weight)
-    if cut_by and split != "train" and streams:
-        # other sources are evaluated; the message of a source that is too small has the fix
-        opener.notes += [f"{split}: left out: {problem}" for problem in too_small]
-    else:
-        opener.faults += too_small
-    opener.faults += _given_twice(streams)
-    return streams, weights
 
 
 def build_data(
@@ -391,127 +402,62 @@ def build_data(
         return data if reader is None else _read_by(data, reader, history, consumed)
     if reader is not None:
         raise DataError("a reader takes the place of computed data; set mock_data=True")
+
+    # 1. All files; their faults are raised together.
     opener = _Opener(config, tokenizer)
-    train, weights = _streams(opener, "train")
+    train = opener.streams("train")
     if not train and not opener.faults and not config.evaluation.skip_train:
         opener.faults.append(
             "no training data: give --data-path (with a share for train in --split), "
             "--train-data-path or --mock-data"
         )
-    held_out = {
-        split: _streams(opener, split) if evaluate else ([], []) for split in ("valid", "test")
-    }
-    opener.refuse()
-    notes = opener.notes
-    source = None
+    held_out = {split: opener.streams(split) if evaluate else [] for split in ("valid", "test")}
+    if opener.faults:
+        raise DataError("\n".join(dict.fromkeys(opener.faults)))
+
+    # 2. The training blend, continued from the history of the run.
+    source, notes = None, opener.notes
     if train:
-        entries = _history_entries(train, weights)
+        streams = [stream for stream, _ in train]
+        names = [stream.dataset.prefix for stream in streams]
+        shares = quotas([weight for _, weight in train], names)
+        entries = []
+        for stream, name, share in zip(streams, names, shares):
+            source_id = {"id": stream.identity, "content": stream.content}
+            entries.append({**source_id, "name": name, "share": share})
+            of_blend = f"share {share}/{PATTERN} = {share / PATTERN:.6f}"
+            notes.append(f"{_size('train', stream)} an epoch, {of_blend}")
         history, blend, changes = extend_history(history, consumed, entries)
-        source = _source(config, tokenizer, "train", train, blend)
-        notes += [*map(_train_note, train, entries), *changes]
-    for split, (streams, _) in held_out.items():
-        notes += _held_out_notes(split, streams)
+        source = opener.source("train", streams, blend, 1.0)
+        notes += changes
+
+    # 3. Sources of the held-out splits are not mixed.
+    for split, mixed in held_out.items():
+        if len(mixed) > 1:
+            notes.append(
+                f"{split}: each source is evaluated by itself; the loss of the blend is "
+                "their mean by weight (without weights: by tokens)"
+            )
+        notes += [_size(split, stream) for stream, _ in mixed]
     return Data(
         train=source,
-        valid=_named(config, tokenizer, "validation", *held_out["valid"]),
-        test=_named(config, tokenizer, "test", *held_out["test"]),
+        valid=opener.held_out("validation", held_out["valid"]),
+        test=opener.held_out("test", held_out["test"]),
         history=history or {"segments": []},
         notes=notes,
         eod=tokenizer.eod,
     )
 
 
-def _sizes(streams: list[TokenStream], weights: Weights) -> list[float]:
-    """The weight of each stream in its blend: by default its number of tokens."""
-    return [
-        stream.num_tokens if weight is None else weight
-        for stream, weight in zip(streams, weights, strict=True)
-    ]
-
-
-def _history_entries(streams: list[TokenStream], weights: Weights) -> list[JsonObject]:
-    """The training streams as `extend_history` takes them."""
-    names = [stream.dataset.prefix for stream in streams]
-    shares = quotas(_sizes(streams, weights), names)
-    return [
-        {"id": stream.identity, "content": stream.content, "name": name, "share": share}
-        for stream, name, share in zip(streams, names, shares)
-    ]
-
-
-def _train_note(stream: TokenStream, entry: JsonObject) -> str:
-    share = entry["share"]
-    return (
-        f"train: {entry['name']}: {stream.num_tokens:,} tokens, {stream.samples:,} samples an "
-        f"epoch, share {share}/{PATTERN} = {share / PATTERN:.6f}"
-    )
-
-
-def _held_out_notes(split: str, streams: list[TokenStream]) -> list[str]:
-    notes = []
-    if len(streams) > 1:
-        notes.append(
-            f"{split}: each source is evaluated by itself; the loss of the blend is "
-            "their mean by weight (without weights: by tokens)"
-        )
-    return notes + [
-        f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, "
-        f"{stream.samples:,} samples"
-        for stream in streams
-    ]
-
-
-def _source(
-    config: Config,
-    tokenizer: Any,
-    name: str,
-    streams: list[TokenStream],
-    blend: Blend,
-    weight: float = 1.0,
-) -> Source:
-    sidecars = [stream.dataset.sidecar for stream in streams]
-    known = all(sidecar and sidecar.get("text_bytes") for sidecar in sidecars)
-    size = (
-        sum(sidecar["text_bytes"] for sidecar in sidecars)
-        / sum(sidecar["tokens"] for sidecar in sidecars)
-        if known
-        else None
-    )
-    return Source(
-        name,
-        FileReader(streams, blend),
-        eod=tokenizer.eod,
-        epoch_samples=sum(stream.samples for stream in streams),
-        bytes_per_token=size,
-        weight=weight,
-        **_flags(config),
-    )
+def _size(split: str, stream: TokenStream) -> str:
+    prefix = stream.dataset.prefix
+    return f"{split}: {prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples"
 
 
 def _flags(config: Config) -> JsonObject:
     return {
         name: getattr(config.data, name)
         for name in ("seq_length", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-    }
-
-
-def _named(
-    config: Config,
-    tokenizer: Any,
-    title: str,
-    streams: list[TokenStream],
-    weights: Weights,
-) -> dict[str, Source]:
-    """One source per stream: a single one is named `title`, several by the last part of their
-    prefix (or all of it when those collide).
-    """
-    prefixes = [stream.dataset.prefix for stream in streams]
-    short = [prefix.rsplit("/", 1)[-1].removesuffix("_text_document") for prefix in prefixes]
-    names = [title] if len(streams) == 1 else short if len(set(short)) == len(short) else prefixes
-    sizes = _sizes(streams, weights)
-    return {
-        name: _source(config, tokenizer, name, [stream], Blend([1]), size / sum(sizes))
-        for name, stream, size in zip(names, streams, sizes, strict=True)
     }
 
 

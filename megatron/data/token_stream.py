@@ -132,17 +132,7 @@ class TokenStream:
                 out[row, inside:] = tokens[begin : begin + wanted - inside]
         taken = out[rows]
         if int(taken.max()) >= self.vocab_size or int(taken.min()) < 0:
-            self._refuse(index)
-
-    def _refuse(self, index: np.ndarray) -> None:
-        """Raise the error of the first id outside the vocabulary in these samples."""
-        for place in self.places(index).tolist():
-            inside = min(self.seq_length + 1, self.num_tokens - place)
-            for position, count in (
-                (self.begin + place, inside),
-                (self.begin, self.seq_length + 1 - inside),
-            ):
-                if count:
-                    self.dataset.refuse_foreign_ids(
-                        self.dataset.tokens[position : position + count], position, self.vocab_size
-                    )
+            # Name the first such id; a sample that reaches the end continues at the beginning.
+            for place in (*self.places(index).tolist(), 0):
+                at, stop = begin + place, begin + min(place + wanted, total)
+                self.dataset.refuse_foreign_ids(tokens[at:stop], at, self.vocab_size)

@@ -15,8 +15,9 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,10 @@ def build_tokenizer(config: DataConfig, include_special_tokens: bool = False) ->
     post-processor of a tokenizer.json adds, such as a beginning-of-sequence token; an empty text
     stays empty. Raises UserError naming the flag or file at fault.
     """
-    kind = config.tokenizer_type
+    kind, vocab_size = config.tokenizer_type, config.vocab_size
     if kind is None and config.vocab_file and config.merge_file:
         kind = "GPT2BPETokenizer"
-    if kind is None and config.mock_data and config.vocab_size:
+    if kind is None and config.mock_data and vocab_size:
         kind = "NullTokenizer"
     if kind is None:
         raise UserError(
@@ -101,44 +102,31 @@ def build_tokenizer(config: DataConfig, include_special_tokens: bool = False) ->
             f"--tokenizer-hf-include-special-tokens has no effect with --tokenizer-type {kind}: "
             "remove it, or give --tokenizer-type HuggingFaceTokenizer"
         )
+    model_file = partial(_file, config.tokenizer_model, "--tokenizer-model", kind)
     if kind == "NullTokenizer":
-        return _null(config.vocab_size)
+        return _null(vocab_size)
     if kind == "GPT2BPETokenizer":
-        tokenizer = _gpt2(
-            _file(config.vocab_file, "--vocab-file", kind),
-            _file(config.merge_file, "--merge-file", kind),
-        )
+        vocab = _file(config.vocab_file, "--vocab-file", kind)
+        tokenizer = _gpt2(vocab, _file(config.merge_file, "--merge-file", kind))
+    elif kind == "TikTokenizer":
+        tokenizer = _tiktoken(model_file(), vocab_size)
+    elif kind == "HuggingFaceTokenizer":
+        tokenizer = _huggingface(model_file("tokenizer.json"), include_special_tokens)
     else:
-        path = _file(
-            config.tokenizer_model,
-            "--tokenizer-model",
-            kind,
-            "tokenizer.json" if kind == "HuggingFaceTokenizer" else None,
-        )
-        if kind == "TikTokenizer":
-            tokenizer = _tiktoken(path, config.vocab_size)
-        elif kind == "HuggingFaceTokenizer":
-            tokenizer = _huggingface(path, include_special_tokens)
-        else:
-            tokenizer = _sentencepiece(path)
-    if config.vocab_size is None:
-        return tokenizer
-    if config.vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"--vocab-size {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} "
-            "ids; remove the flag or give another tokenizer"
-        )
-    return _with_spare_rows(tokenizer, config.vocab_size)
-
-
-def _with_spare_rows(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model whose embedding has more rows than there are ids, as many published
-    models have. An id without a token is no text.
-    """
+        tokenizer = _sentencepiece(model_file())
     ids = tokenizer.vocab_size
+    if vocab_size is None or vocab_size == ids:
+        return tokenizer
+    if vocab_size < ids:
+        raise UserError(
+            f"--vocab-size {vocab_size}: {tokenizer.name} has {ids} ids; remove the flag or give "
+            "another tokenizer"
+        )
+    # The embedding has more rows than there are ids, as in many published models. An id without a
+    # token is no text.
     return dataclasses.replace(
         tokenizer,
-        name=f"{tokenizer.name} of {ids} ids" if ids < vocab_size else tokenizer.name,
+        name=f"{tokenizer.name} of {ids} ids",
         vocab_size=vocab_size,
         decode=lambda given: tokenizer.decode([each for each in given if each < ids]),
     )
@@ -358,44 +346,46 @@ def _published_ranks(raw: bytes, eod: int | None) -> dict[bytes, int]:
     """Token -> rank of a .tiktoken file: ranks from 0 on, without a hole but that of an end of
     document `eod` inside of them. Raises ValueError.
     """
-    ranks: dict[bytes, int] = {}
+    rows = []
     for number, line in enumerate(raw.splitlines(), 1):
-        if not line:
-            continue
-        match = re.fullmatch(rb"(\S+) (\d{1,9})", line)
-        token = base64.b64decode(match[1], validate=True) if match else b""
-        if not token or token in ranks:
-            raise InputError(f"line {number} is not a new token in base64 and its rank")
-        ranks[token] = int(match[2])
-    _check_ranks(ranks, [rank for rank in range(len(ranks) + 1) if rank != eod][: len(ranks)])
-    return ranks
+        if line:
+            match = re.fullmatch(rb"(\S+) (\d{1,9})", line)
+            rows.append((f"line {number}", *(match.groups() if match else (None, None))))
+    expected = [rank for rank in range(len(rows) + 1) if rank != eod]
+    return _checked_ranks(rows, expected[: len(rows)])
 
 
 def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
     """Token -> id of the entries of Megatron's JSON, the k-th of which has rank k, cut to a
     vocabulary. Raises ValueError.
     """
-    size = vocab_size - len(MEGATRON_SPECIAL)
     first = len(MEGATRON_SPECIAL)
+    size = vocab_size - first
     if size < 256:
         raise InputError(
             f"a vocabulary of {vocab_size} is too small for {first} special tokens and 256 bytes"
         )
-    ranks: dict[bytes, int] = {}
+    rows = []
     for number, entry in enumerate(entries[:size]):
-        text = entry.get("token_bytes") if isinstance(entry, dict) else None
-        token = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
-        if not token or token in ranks or type(entry.get("rank")) is not int:
-            raise InputError(f"entry {number} is not a new token in base64 and its rank")
-        ranks[token] = first + entry["rank"]
-    _check_ranks(ranks, list(range(first, first + len(ranks))))
-    return ranks
+        known = entry if isinstance(entry, dict) else {}
+        rank = known.get("rank")
+        rank = first + rank if type(rank) is int else None
+        rows.append((f"entry {number}", known.get("token_bytes"), rank))
+    return _checked_ranks(rows, range(first, first + len(rows)))
 
 
-def _check_ranks(ranks: dict[bytes, int], expected: list[int]) -> None:
-    """Raises InputError unless the tokens have the expected ranks, each once, and every single byte
-    is a token.
+def _checked_ranks(
+    rows: Sequence[tuple[str, Any, Any]], expected: Sequence[int]
+) -> dict[bytes, int]:
+    """Token -> rank of rows (where it is, token in base64, rank). Raises InputError unless the
+    tokens have the expected ranks, each once, and every single byte is a token.
     """
+    ranks: dict[bytes, int] = {}
+    for where, text, rank in rows:
+        token = base64.b64decode(text, validate=True) if isinstance(text, str | bytes) else b""
+        if not token or token in ranks or rank is None:
+            raise InputError(f"{where} is not a new token in base64 and its rank")
+        ranks[token] = int(rank)
     for rank, right in zip(sorted(ranks.values()), expected, strict=True):
         if rank != right:
             raise InputError(f"rank {min(rank, right)} is missing or given twice")
@@ -404,6 +394,7 @@ def _check_ranks(ranks: dict[bytes, int], expected: list[int]) -> None:
         raise InputError(
             f"the single byte {missing[0]} has no token, so that some texts could not be encoded"
         )
+    return ranks
 
 
 def _null(vocab_size: int | None) -> Tokenizer:

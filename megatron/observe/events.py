@@ -1,18 +1,19 @@
-"""Writes events.jsonl of a run, the durations of everything over all its starts, which
-observe/goodput.py adds up. A disk that fails never stops training. docs/logging.md lists them.
+"""Writes events.jsonl of a run, the durations of everything over all its starts, of which
+tools/goodput.py makes an account. docs/logging.md lists them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.observe.goodput import Step, account, read_events
 from megatron.observe.json_lines import JsonLines
 from megatron.observe.metrics import Metrics, Timers
 
@@ -21,6 +22,30 @@ logger = logging.getLogger(__name__)
 NAME = "events.jsonl"
 STEPS_EVERY_S = 10.0  # seconds between events of steps when nothing else happens
 IMPORTED = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Step:
+    """`count` steps that took `seconds`, of which `data` and `checkpoint` were spent waiting.
+    `skipped` of them did not change the weights.
+    """
+
+    count: int
+    seconds: float
+    data: float = 0.0
+    checkpoint: float = 0.0
+    skipped: int = 0
+    first: bool = False  # of a start
+
+    @property
+    def own(self) -> float:
+        """Seconds of computation."""
+        return self.seconds - self.data - self.checkpoint
+
+    @property
+    def productive(self) -> float:
+        """Seconds of the steps that changed the weights."""
+        return self.own * (1 - self.skipped / self.count)
 
 
 def process_age() -> float:
@@ -34,14 +59,21 @@ def process_age() -> float:
 
 
 class EventLog:
-    """The events of one start of a run; without a folder nothing is written. Times of steps count
-    from the event before and exclude `during`. Time stamps are that of the start plus elapsed time,
-    so that setting the clock has no effect on them.
+    """The events of one start of a run; without a folder nothing is written, and a disk that fails
+    never stops training. Times of steps count from the event before and exclude `during`. Time
+    stamps are that of the start plus elapsed time, so that setting the clock has no effect on them.
     """
 
-    def __init__(self, folder: str | Path | None, iteration: int, timers: Timers):
+    def __init__(
+        self,
+        folder: str | Path | None,
+        iteration: int,
+        timers: Timers,
+        account: Callable[[Path], Metrics] = lambda folder: {},
+    ):
         """`iteration`: that of the loaded checkpoint, or 0. `timers`: those of the run; `data` and
-        `save-checkpoint` are not part of a step's compute time.
+        `save-checkpoint` are not part of a step's compute time. `account`: of the starts in a
+        folder (`Advisor.goodput`).
         """
         self.timers = timers
         self.file: JsonLines | None = None
@@ -56,17 +88,13 @@ class EventLog:
         self.first_step_is_over = False
         if folder is None:
             return
-        path = Path(folder) / NAME
         with self._guard():
-            self.file = JsonLines(path)
-            events = read_events(path)
-            if events:  # the clock of their node may be ahead
-                self.started = max(self.started, *(event["time"] for event in events))
+            self.file = JsonLines(Path(folder) / NAME)
             start = {"event": "start", "time": round(self.started, 3), "iteration": iteration}
-            known = account([*events, start])
-            self.wall_before = known.wall
-            self.productive = self.before = known.productive
             self.file.append(start)
+            earlier = account(Path(folder))
+            self.wall_before = earlier.get("goodput/wall", 0.0)
+            self.productive = self.before = earlier.get("goodput/productive", 0.0)
         self._mark()
 
     def write(self, event: str, iteration: int, **fields: Any) -> None:
@@ -112,7 +140,10 @@ class EventLog:
             return
         step = self._open(iteration)
         self.productive += step.productive if self.first_step_is_over else 0.0
-        self.write("steps", iteration, **step.fields())
+        fields = {name: value for name, value in dataclasses.asdict(step).items() if value}
+        for name in {"seconds", "data", "checkpoint"} & fields.keys():
+            fields[name] = round(fields[name], 4)
+        self.write("steps", iteration, **fields)
         self.first_step_is_over = True
         self.iteration, self.skipped = iteration, 0
         self._mark()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+
+from megatron.config.errors import some
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".expert-tokens"  # of the names of counts: layers.3.expert-tokens
@@ -40,7 +42,7 @@ class StarvingExperts:
     """
 
     def __init__(self) -> None:
-        self.known: set[tuple[str, int]] = set()
+        self.known: set[tuple[str, str]] = set()
 
     def look(self, counts: Mapping[str, list[float]], iteration: int) -> None:
         """Check the counts (see `load_metrics`) of a step."""
@@ -49,41 +51,27 @@ class StarvingExperts:
             for name, (*tokens, _) in counts.items()
             if name.endswith(SUFFIX) and any(tokens)
         }
-        empty = {
-            layer: [expert for expert, number in enumerate(tokens) if not number]
+        starved = {
+            layer: [str(expert) for expert, number in enumerate(tokens) if not number]
             for layer, tokens in layers.items()
+            if not all(tokens)
         }
-        found = {(layer, expert) for layer, experts in empty.items() for expert in experts}
+        found = {(layer, expert) for layer, experts in starved.items() for expert in experts}
         if found <= self.known:
             return
         self.known |= found
-        starved = {layer: experts for layer, experts in empty.items() if experts}
+        # 1. The layer with most of them.
+        worst = max(starved, key=lambda layer: len(starved[layer]))
+        # 2. The expert with most tokens, as a multiple of its layer's mean.
+        loads = {layer: max(tokens) * len(tokens) / sum(tokens) for layer, tokens in layers.items()}
+        full = max(loads, key=lambda layer: loads[layer])
+        busiest = layers[full].index(max(layers[full]))
         logger.warning(
             f"iteration {iteration}: no token went to {len(found)} of the "
-            f"{sum(map(len, layers.values()))} experts of all layers; {_where(starved, layers)}; "
-            f"{_busiest(layers)}; balance them with --moe-aux-loss-coeff 0.01 or "
+            f"{sum(map(len, layers.values()))} experts of all layers; they are in {len(starved)} "
+            f"of {len(layers)} layers with experts ({some([*starved], 8)}), most in {worst}: "
+            f"{len(starved[worst])} of {len(layers[worst])} ({some(starved[worst], 8)}); the "
+            f"busiest is {busiest} of {full}, with {loads[full]:.1f} times the mean; balance them "
+            "with --moe-aux-loss-coeff 0.01 or "
             "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
         )
-
-
-def _where(starved: Mapping[str, list[int]], layers: Mapping[str, list[float]]) -> str:
-    """The layers with starved experts, and the experts of the layer with most of them."""
-    worst = max(starved, key=lambda layer: len(starved[layer]))
-    return (
-        f"they are in {len(starved)} of {len(layers)} layers with experts ({_some(starved)}), most "
-        f"in {worst}: {len(starved[worst])} of {len(layers[worst])} ({_some(starved[worst])})"
-    )
-
-
-def _busiest(layers: Mapping[str, list[float]]) -> str:
-    """The expert with most tokens, as a multiple of its layer's mean."""
-    loads = {layer: max(tokens) * len(tokens) / sum(tokens) for layer, tokens in layers.items()}
-    worst = max(loads, key=lambda layer: loads[layer])
-    expert = layers[worst].index(max(layers[worst]))
-    return f"the busiest is {expert} of {worst}, with {loads[worst]:.1f} times the mean"
-
-
-def _some(names: Iterable[object], most: int = 8) -> str:
-    """The first of them."""
-    texts = [str(name) for name in names]
-    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")

@@ -31,16 +31,3 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         os.close(self.fd)
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; lines that are no JSON object are skipped."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows

@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.config.errors import UserError
 from megatron.config.groups import Config
-from megatron.observe.json_lines import FILE_MODE, JsonLines, read_json_lines
+from megatron.observe.json_lines import FILE_MODE, JsonLines
 from megatron.observe.metrics import AXES, Metrics, wandb_name
 
 logger = logging.getLogger(__name__)
@@ -168,13 +167,8 @@ class _Jsonl:
         self._row: Metrics = {RESUMED: resumed_iteration} if restarted else {}
         described = config_file(path)
         temporary = described.with_name(described.name + ".tmp")
-        with open(
-            temporary,
-            "w",
-            encoding="utf-8",
-            opener=lambda name, flags: os.open(name, flags, FILE_MODE),
-        ) as file:
-            file.write(json.dumps(run_config, indent=2, default=str) + "\n")
+        temporary.touch(FILE_MODE)
+        temporary.write_text(json.dumps(run_config, indent=2, default=str) + "\n", "utf-8")
         temporary.replace(described)
         self.where = str(path)
 
@@ -240,36 +234,29 @@ class _Wandb:
     def __init__(self, config: Config, run_config: dict[str, Any], resumed_iteration: int) -> None:
         import wandb
 
-        save = config.checkpoint.save
-        identity = (
-            secrets.token_hex(4)
-            if save is None
-            else persistent_run_id(Path(save) / "wandb_run_id.txt")
-        )
+        save, logging_flags = config.checkpoint.save, config.logging
+        identity = secrets.token_hex(4)
+        if save is not None:
+            identity = persistent_run_id(Path(save) / "wandb_run_id.txt")
         # wandb makes its own folder `wandb` in it
-        folder = Path(config.logging.wandb_save_dir or save or ".")
+        folder = Path(logging_flags.wandb_save_dir or save or ".")
         folder.mkdir(parents=True, exist_ok=True)
-
-        limits: dict[str, Any] = {
-            "init_timeout": _WANDB_INIT_SECONDS,
-            "finish_timeout": _WANDB_FINISH_SECONDS,
-            "x_transaction_log_flush_interval": _WANDB_FLUSH_SECONDS,
-        }
-
-        def start(mode: Any) -> Any:
-            return wandb.init(
-                project=config.logging.wandb_project,
-                entity=config.logging.wandb_entity,
-                name=config.logging.wandb_exp_name,
-                group=config.logging.wandb_group,
-                id=identity,
-                resume="allow",
-                dir=folder,
-                config=run_config,
-                mode=mode,
-                settings=wandb.Settings(**limits),
-            )
-
+        start = partial(
+            wandb.init,
+            project=logging_flags.wandb_project,
+            entity=logging_flags.wandb_entity,
+            name=logging_flags.wandb_exp_name,
+            group=logging_flags.wandb_group,
+            id=identity,
+            resume="allow",
+            dir=folder,
+            config=run_config,
+            settings=wandb.Settings(
+                init_timeout=_WANDB_INIT_SECONDS,
+                finish_timeout=_WANDB_FINISH_SECONDS,
+                x_transaction_log_flush_interval=_WANDB_FLUSH_SECONDS,
+            ),
+        )
         mode = wandb.setup().settings.mode
         # no prompt: the job would wait
         if mode == "online" and not wandb.login(prompt=False, verify=False):
@@ -279,7 +266,7 @@ class _Wandb:
             )
             mode = "offline"
         try:
-            self._run = start(mode)
+            self._run = start(mode=mode)
         except Exception as error:
             if mode != "online":
                 raise
@@ -288,14 +275,13 @@ class _Wandb:
                 f"({type(error).__name__}: {error}); `wandb sync` uploads later."
             )
             wandb.teardown()  # else its service still holds the run id
-            self._run = start("offline")
+            self._run = start(mode="offline")
         for axis in ("iteration", *AXES.values()):
             self._run.define_metric(axis, hidden=True)  # no separate chart
         self._run.define_metric("*", step_metric="iteration")
         self._mark = {RESUMED: resumed_iteration} if resumed_iteration else {}
-        self.where = (
-            f"run {identity}{' (offline)' if self._run.offline else ''} in {folder / 'wandb'}"
-        )
+        offline = " (offline)" if self._run.offline else ""
+        self.where = f"run {identity}{offline} in {folder / 'wandb'}"
 
     def write(self, iteration: int, metrics: dict[str, Any]) -> None:
         row = {wandb_name(name): value for name, value in {**self._mark, **metrics}.items()}
@@ -321,11 +307,8 @@ def metrics_file(config: Config) -> Path | None:
     """The path of metrics.jsonl: --metrics-file, else in --save, else None."""
     if config.logging.metrics_file is not None:
         return Path(config.logging.metrics_file)
-    return (
-        Path(config.checkpoint.save) / "metrics.jsonl"
-        if config.checkpoint.save is not None
-        else None
-    )
+    save = config.checkpoint.save
+    return None if save is None else Path(save) / "metrics.jsonl"
 
 
 def config_file(metrics: Path) -> Path:
@@ -380,45 +363,3 @@ def _json_number(value: float) -> float | str:
     """NaN and infinities, which JSON lacks, as strings that `float()` reads back."""
     value = value if isinstance(value, int) else float(value)
     return value if math.isfinite(value) else json.dumps(value)
-
-
-def metrics_path(path: str | Path) -> Path:
-    """The metrics file of a run folder, or `path` when it is a file. Raises UserError."""
-    path = Path(path)
-    found = path / "metrics.jsonl" if os.path.isdir(path) else path
-    if not os.path.isfile(found):
-        raise UserError(
-            f"{str(found)[:4000]}: no such file; give a folder that was --save of a run, or "
-            "the file of its --metrics-file"
-        )
-    return found
-
-
-def read_metrics(path: str | Path) -> list[Metrics]:
-    """One row an iteration, in order, of a metrics.jsonl file or the run folder that holds it.
-
-    A row marked `resumed-from-iteration` R starts a new attempt, which discards rows beyond R. Of
-    several rows of an iteration each value is the last one logged. Torn lines are skipped. Raises
-    UserError for a missing file and for one without rows.
-    """
-    path = metrics_path(path)
-    rows: dict[int, Metrics] = {}
-    for written in read_json_lines(path):
-        try:
-            row = {
-                name: float(value) if isinstance(value, str) else value
-                for name, value in written.items()
-            }
-        except ValueError:
-            continue
-        iteration = row.get("iteration")
-        if type(iteration) is not int or type(row.get(RESUMED, 0)) is not int:
-            continue
-        if RESUMED in row:
-            rows = {i: old for i, old in rows.items() if i <= row[RESUMED]}
-        rows.setdefault(iteration, {}).update(row)
-    if not rows and path.read_bytes().strip():
-        raise UserError(
-            f"{path}: not a metrics file: none of its lines is a JSON object with the key iteration"
-        )
-    return [rows[i] for i in sorted(rows)]

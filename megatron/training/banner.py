@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections import defaultdict
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import megatron
 from megatron import __version__
 from megatron.config.derive import data_parallel_size, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
-from megatron.config.groups import OPTIMIZERS, Config, ModelConfig
+from megatron.config.groups import OPTIMIZERS, Config
 from megatron.data.loader import Data, FileReader
 from megatron.distributed.groups import Layout, describe_layout, layout_of
 from megatron.model.arithmetic import (
@@ -29,7 +30,7 @@ from megatron.model.arithmetic import (
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.recompute import recompute_text
 from megatron.optimizer.update import RULES
-from megatron.training.advisor import Advisor, Forecast, Verdict
+from megatron.training.advisor import Forecast
 from megatron.training.resume import device_name
 
 if TYPE_CHECKING:
@@ -48,56 +49,47 @@ def describe(
     device: torch.device,
     planned_for: str | None = None,
     node: tuple[float, int] | None = None,
-) -> tuple[dict[str, list[str]], Forecast]:
-    """The sections of the banner and the forecast that they contain, planned for `planned_for`
-    (cuda, cpu) or the device. `node`: GiB of this node and its number of ranks. Raises UserError
-    when host memory does not suffice.
+) -> Forecast:
+    """The forecast of a run, planned for `planned_for` (cuda, cpu) or the device, with all sections
+    of the banner. `node`: GiB of this node and its number of ranks. Raises UserError when host
+    memory does not suffice.
     """
-    config = prepared.config
-    # A dry run on a laptop describes the run on its GPU.
-    target = torch.device(planned_for or device)
+    config, checkpoint = prepared.config, prepared.checkpoint
     forecast = prepared.advisor.forecast(
         config, prepared.tokenizer.vocab_size, world_size, device, planned_for, node
     )
+    # Found now rather than after training: no flag of a checkpoint can be changed afterwards.
+    notes = [*prepared.notes]
+    fault = config.checkpoint.save and prepared.advisor.export_fault(config.model)
+    if fault:
+        notes.append(f"no export of this run's checkpoints: {fault}")
     # Without a planner its sections are empty, and an empty section is not printed.
     planned = defaultdict(list, forecast.sections)
+    peak = peak_tflops_of(config, device)
+    against = f"{peak:g} TFLOP/s" if peak else "no known peak (--peak-tflops)"
+    versions = f"megatron {__version__}, torch {torch.__version__}"
     sections = {
         "verdict": planned["verdict"],
-        "versions": _version_lines(),
-        "device": [_device_line(config, device)],
+        "versions": [f"{versions}, Python {platform.python_version()}", *_megatron_core_lines()],
+        "device": [f"{device_name(device)}; MFU against {against}"],
         "layout": [describe_layout(layout_of(config, world_size))],
         "model": _model_lines(prepared),
         "precision": [_precision_line(config)],
         "batch": _batch_lines(prepared, world_size),
         "pipeline": planned["pipeline"],
-        "kernels": _kernel_lines(config, target),
+        # A dry run on a laptop describes the run on its GPU.
+        "kernels": _kernel_lines(config, torch.device(planned_for or device)),
         "memory": planned["memory"],
         "time": planned["time"],
         "advice": planned["advice"],
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
-        "paths": [_paths_line(prepared)],
+        "paths": [
+            f"save {config.checkpoint.save or '-'}; load {checkpoint.path if checkpoint else '-'}"
+        ],
         "changed": prepared.changed,
-        "notes": [*prepared.notes, *_export_lines(config, prepared.advisor)],
+        "notes": notes,
     }
-    return sections, forecast
-
-
-def _export_lines(config: Config, advisor: Advisor) -> list[str]:
-    """A warning, before time is spent, that this run's checkpoints cannot be exported."""
-    # Found now rather than after training: no flag of a checkpoint can be changed afterwards.
-    fault = None if config.checkpoint.save is None else advisor.export_fault(config.model)
-    return [] if fault is None else [f"no export of this run's checkpoints: {fault}"]
-
-
-def _paths_line(prepared: Prepared) -> str:
-    save, loaded = prepared.config.checkpoint.save or "-", prepared.checkpoint
-    return f"save {save}; load {loaded.path if loaded else '-'}"
-
-
-def _version_lines() -> list[str]:
-    python = platform.python_version()
-    ours = f"megatron {__version__}, torch {torch.__version__}, Python {python}"
-    return [ours, *megatron_core_lines()]
+    return replace(forecast, sections=sections)
 
 
 def peak_tflops_of(config: Config, device: torch.device) -> float | None:
@@ -107,58 +99,40 @@ def peak_tflops_of(config: Config, device: torch.device) -> float | None:
     return config.logging.peak_tflops or known
 
 
-def _device_line(config: Config, device: torch.device) -> str:
-    peak = peak_tflops_of(config, device)
-    against = f"{peak:g} TFLOP/s" if peak else "no known peak (--peak-tflops)"
-    return f"{device_name(device)}; MFU against {against}"
-
-
-def _latent_lines(model: ModelConfig) -> list[str]:
-    if not model.multi_latent_attention:
-        return []
-    # Queries are compressed only where a rank is given.
-    queries = "the token" if model.q_lora_rank is None else model.q_lora_rank
-    return [
-        f"latent attention: queries of {queries}, keys and values of {model.kv_lora_rank}; a head "
-        f"has {model.qk_head_dim} + {model.qk_pos_emb_head_dim} channels, its values "
-        f"{model.v_head_dim}"
-    ]
-
-
 def _model_lines(prepared: Prepared) -> list[str]:
     model, tokenizer = prepared.config.model, prepared.tokenizer
-    frozen = prepared.config.optimizer.freeze
     # Of the model as published: neither the padding of the vocabulary nor what a rank holds.
     parameters = parameter_count(model, tokenizer.vocab_size)
     counts = [f"{name} {count:,}" for name, count in parameters.items() if name != "total"]
-    return [
+    lines = [
         f"{model.num_layers} layers, hidden {model.hidden_size}, ffn "
         f"{model.ffn_hidden_size} ({model.activation}), {model.num_attention_heads} heads of "
         f"{model.kv_channels}, {model.num_query_groups} key/value heads, "
-        f"{model.normalization}, positions {model.position_embedding_type}",
-        *_latent_lines(model),
-        f"{parameters['total']:,} parameters ({', '.join(counts)})",
-        *_expert_lines(prepared),
-        f"vocabulary {tokenizer.vocab_size} ({tokenizer.name}), padded to {prepared.padded_vocab}",
-        *([f"frozen: {frozen}"] if frozen else []),
+        f"{model.normalization}, positions {model.position_embedding_type}"
     ]
-
-
-def _expert_lines(prepared: Prepared) -> list[str]:
-    # Experts are split over ranks of their own axis, so a rank's number of them is named.
-    config, model = prepared.config, prepared.config.model
-    layers = sum(model.expert_layers())
-    if not layers:
-        return []
-    # What one token passes through decides the cost; the total decides the memory.
-    active = active_parameters(model, prepared.tokenizer.vocab_size)
-    ranks = expert_ranks(config)
-    here = model.num_experts // ranks.ep
-    return [
-        f"{layers} of {model.num_layers} layers have {model.num_experts} experts of "
-        f"{model.moe_ffn_hidden_size}, {model.moe_router_topk} for each token: {active:,} "
-        f"parameters are active; {here} experts a rank, {config.model.moe_token_dispatcher_type}"
-    ]
+    if model.multi_latent_attention:
+        # Queries are compressed only where a rank is given.
+        queries = "the token" if model.q_lora_rank is None else model.q_lora_rank
+        lines.append(
+            f"latent attention: queries of {queries}, keys and values of {model.kv_lora_rank}; a "
+            f"head has {model.qk_head_dim} + {model.qk_pos_emb_head_dim} channels, its values "
+            f"{model.v_head_dim}"
+        )
+    lines.append(f"{parameters['total']:,} parameters ({', '.join(counts)})")
+    if layers := sum(model.expert_layers()):
+        # What one token passes through decides the cost; the total decides the memory.
+        active = active_parameters(model, tokenizer.vocab_size)
+        here = model.num_experts // expert_ranks(prepared.config).ep
+        lines.append(
+            f"{layers} of {model.num_layers} layers have {model.num_experts} experts of "
+            f"{model.moe_ffn_hidden_size}, {model.moe_router_topk} for each token: {active:,} "
+            f"parameters are active; {here} experts a rank, {model.moe_token_dispatcher_type}"
+        )
+    lines.append(
+        f"vocabulary {tokenizer.vocab_size} ({tokenizer.name}), padded to {prepared.padded_vocab}"
+    )
+    frozen = prepared.config.optimizer.freeze
+    return [*lines, f"frozen: {frozen}"] if frozen else lines
 
 
 def _precision_line(config: Config) -> str:
@@ -182,6 +156,7 @@ def _batch_lines(prepared: Prepared, world_size: int) -> list[str]:
     config, seq = prepared.config, prepared.config.data.seq_length
     size, micro = config.training.global_batch_size, config.training.micro_batch_size
     dp = data_parallel_size(config, world_size)
+    iterations, samples = run_length(config)
     # MFU counts the real vocabulary; Megatron-LM counts the padded one, so both are printed.
     flops, padded_flops = (
         flops_per_iteration(config.model, size, seq, vocab)
@@ -190,7 +165,7 @@ def _batch_lines(prepared: Prepared, world_size: int) -> list[str]:
     return [
         f"micro-batch {micro} x {size // (micro * dp)} micro-batches x dp {dp} = global batch "
         f"{size}; sequence {seq}; {size * seq:,} tokens an iteration",
-        length_line(config),
+        f"{iterations:,} iterations, {samples:,} samples, {samples * seq:,} tokens in all",
         f"{flops / 1e12:.4g} TFLOP an iteration ({padded_flops / 1e12:.4g} with the padded "
         "vocabulary, Megatron's count)",
     ]
@@ -207,37 +182,22 @@ def run_length(config: Config) -> tuple[int, int]:
     return iterations, samples_after(iterations, config)
 
 
-def length_line(config: Config) -> str:
-    """One line for the banner."""
-    iterations, samples = run_length(config)
-    return (
-        f"{iterations:,} iterations, {samples:,} samples, "
-        f"{samples * config.data.seq_length:,} tokens in all"
-    )
-
-
 def epoch_lines(config: Config, data: Data) -> list[str]:
     """A line for each training source: how many times the run reads it; a warning above
     MOST_EPOCHS.
     """
     if data.train is None or not isinstance(data.train.reader, FileReader):
         return []
-    _, samples = run_length(config)
     # Blends are exact in samples, so the number of epochs of each source is known in advance.
-    reader, lines = data.train.reader, []
+    (_, samples), reader, lines = run_length(config), data.train.reader, []
     if samples < reader.blend.first_sample:
         return []
     for stream, index in zip(reader.streams, reader.blend.indices_at(samples), strict=True):
         epochs = index / stream.samples
-        text = (
-            f"train: {stream.dataset.prefix}: read {epochs:.3g} times in this run "
-            f"({epochs:.3g} epochs)"
-        )
-        lines.append(
-            f"warning: {text}; more than {MOST_EPOCHS} epochs teach little more"
-            if epochs > MOST_EPOCHS
-            else text
-        )
+        text = f"train: {stream.dataset.prefix}: read {epochs:.3g} times in this run"
+        if epochs > MOST_EPOCHS:
+            text = f"warning: {text}; more than {MOST_EPOCHS} epochs teach little more"
+        lines.append(text)
     return lines
 
 
@@ -264,35 +224,27 @@ def _kernel_lines(config: Config, device: torch.device) -> list[str]:
     return [*lines, *remarks(kernels)]
 
 
-def megatron_core_lines() -> list[str]:
-    """One line for the banner if the distribution megatron-core is installed, else none.
-
-    It is a namespace package without megatron/__init__.py, so `import megatron` always finds this
-    package; `megatron.core` is found as well only where both are installed in one folder.
+def _megatron_core_lines() -> list[str]:
+    """A line if the distribution megatron-core is installed: both packages are called megatron, so
+    an environment with both can import the wrong one.
     """
     try:
-        # Both packages are called megatron: an environment with both can import the wrong one.
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         return []
-    installed = (
-        f"megatron-core {version} is installed in this environment; this run does not use it. "
-    )
-    if any((Path(folder) / "core").is_dir() for folder in megatron.__path__):
-        return [installed + "Both share the folder `megatron`: `import megatron.core` works, too."]
-    home = Path(megatron.__file__).parent
-    return [
-        installed + f"Here `import megatron` means {home}, so `import megatron.core` fails: "
-        "run programs that need megatron-core in another environment."
-    ]
+    # A namespace package without megatron/__init__.py: found only where both are in one folder.
+    where = "Both share the folder `megatron`: `import megatron.core` works, too."
+    if not any((Path(folder) / "core").is_dir() for folder in megatron.__path__):
+        where = (
+            f"Here `import megatron` means {Path(megatron.__file__).parent}, so `import "
+            "megatron.core` fails: run programs that need megatron-core in another environment."
+        )
+    installed = f"megatron-core {version} is installed in this environment; this run does not use"
+    return [f"{installed} it. {where}"]
 
 
 def run_record(
-    config: Config,
-    layout: Layout,
-    banner: dict[str, list[str]],
-    verdict: Verdict | None,
-    prediction: dict[str, Any] | None = None,
+    config: Config, layout: Layout, banner: dict[str, list[str]], forecast: Forecast
 ) -> dict[str, Any]:
     """What metrics.config.json and wandb store of a run: configuration, layout, versions, git
     state, memory verdict, predicted step time and banner. Unknown entries are omitted.
@@ -305,13 +257,14 @@ def run_record(
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
     }
+    verdict = forecast.verdict
     found = {
         "config": config.to_dict(),
         "layout": {**axes, "ranks": layout.world},
         "versions": versions,
         "git": git_state(CHECKOUT),
         "memory": {"verdict": verdict.word, "reason": verdict.line} if verdict else None,
-        "prediction": prediction,
+        "prediction": forecast.prediction,
         "banner": banner,
     }
     return {name: value for name, value in found.items() if value is not None}

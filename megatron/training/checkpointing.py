@@ -1,9 +1,4 @@
-"""Where a run's checkpoints come from and go to: find the one to load, read it into the run, write
-one.
-
-Called from training/prepare.py and training/pretrain.py at the start, and from training/loop.py for
-each save.
-"""
+"""Where a run's checkpoints come from and go to: finds, reads and writes them."""
 
 from __future__ import annotations
 

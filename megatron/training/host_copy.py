@@ -1,7 +1,4 @@
-"""Copies of a few numbers between the host and the device that neither waits for.
-
-Called from training/step.py, training/exit.py and training/timing.py.
-"""
+"""Copies of a few numbers between the host and the device that neither waits for."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ kernels/cases.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,55 +34,42 @@ def alike(number: int, most: int) -> int:
     return most if number % 16 == 0 else most + 1
 
 
-@dataclass(frozen=True)
 class RunShape:
     """The shapes of one micro-batch on a rank; `config` is the result of `choose_kernels`."""
 
-    config: Config
-    dtype: torch.dtype
-    padded_vocab: int
-    vocab_size: int
-
-    @property
-    def tp(self) -> int:
-        return self.config.distributed.tensor_model_parallel_size
-
-    @property
-    def length(self) -> int:
-        """Positions of a sample in a rank's hidden states."""
-        # Context parallelism cuts the sequence, and sequence parallelism cuts a rank's part again.
-        distributed = self.config.distributed
-        parts = distributed.context_parallel_size
-        parts *= self.tp if distributed.sequence_parallel else 1
-        return max(self.config.data.seq_length // parts, 1)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch in tensors that tensor parallelism does not split."""
-        ranks = self.config.distributed.context_parallel_size
-        return self.config.data.seq_length // ranks * self.config.training.micro_batch_size
-
-    @property
-    def heads(self) -> dict[str, int]:
-        """Query groups of a rank's projection, queries of each, and the head dimension."""
-        model = self.config.model
-        # With fewer groups than tensor-parallel ranks, several ranks hold the same group.
+    def __init__(self, config: Config, dtype: torch.dtype, padded_vocab: int, vocab_size: int):
+        model, distributed = config.model, config.distributed
+        self.config, self.model, self.dtype = config, model, dtype
+        self.padded_vocab, self.vocab_size = padded_vocab, vocab_size
+        self.batch = config.training.micro_batch_size
+        self.tp, self.etp = distributed.tensor_model_parallel_size, expert_ranks(config).etp
+        # Context parallelism cuts the sequence, and sequence parallelism cuts a rank's hidden
+        # states again; `tokens`: of tensors that tensor parallelism does not split.
+        own = config.data.seq_length // distributed.context_parallel_size
+        self.tokens = own * self.batch
+        self.length = max(own // (self.tp if distributed.sequence_parallel else 1), 1)
+        # Query groups of a rank's projection, queries of each, and the head dimension. With fewer
+        # groups than tensor-parallel ranks, several ranks hold the same group.
         groups = max(1, (model.num_query_groups or model.num_attention_heads) // self.tp)
         queries = model.num_attention_heads // self.tp // groups
-        return {"g": groups, "m": queries, "d": model.kv_channels or 0}
-
-    @property
-    def forms(self) -> list[LayerRecord]:
-        """A layer of each form of attention."""
-        found = {(each.window, each.rotary): each for each in layer_records(self.config.model)}
-        return list(found.values())
+        self.heads = {"g": groups, "m": queries, "d": model.kv_channels or 0}
+        # A layer of each form of attention.
+        forms = {(each.window, each.rotary): each for each in layer_records(model)}
+        self.forms = list(forms.values())
+        # The dtype in which gradients are accumulated, which GEMMs and norm read and write.
+        narrow = config.optimizer.main_grads_dtype == "bf16"
+        self.grad = name_of(dtype if narrow else accumulation_dtype(dtype))
 
     def is_fused(self, record: LayerRecord) -> bool:
         """Whether attention reads the output of the QKV projection."""
-        model, size = self.config.model, self.config.distributed.context_parallel_size
+        model, size = self.model, self.config.distributed.context_parallel_size
         return not record.latent and is_projection_read(
             model, model.attention_backend, size, record.rotary
         )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def kernel_variants(shape: RunShape, choices: Mapping[str, Choice]) -> dict[str, list[Variant]]:
@@ -92,7 +78,7 @@ def kernel_variants(shape: RunShape, choices: Mapping[str, Choice]) -> dict[str,
     by_us = [name for name, choice in choices.items() if choice.implementation in OURS]
     if shape.config.precision.fp8_format is not None:
         by_us.append("fp8")
-    dtype = str(shape.dtype).removeprefix("torch.")
+    dtype = name_of(shape.dtype)
     return {
         operator: [
             Variant(kernel, dtype, settings) for kernel, settings in VARIANTS[operator](shape)
@@ -115,12 +101,12 @@ def _both_passes(operator: str, *settings: Setting) -> Settings:
 
 
 def _attention(shape: RunShape) -> Settings:
-    config, model, heads = shape.config, shape.config.model, shape.heads
+    config, model, heads = shape.config, shape.model, shape.heads
     latent = model.multi_latent_attention
     _, ring = attention_ranks(config.distributed)
     common = {
         "s": alike(config.data.seq_length // ring, 192),
-        "b": alike(config.training.micro_batch_size, 2),
+        "b": alike(shape.batch, 2),
         **(heads | {"g": heads["g"] * heads["m"], "m": 1} if latent else heads),
         "scale": model.softmax_scale,
         "softcap": model.attn_logit_softcapping,
@@ -141,10 +127,9 @@ def _attention(shape: RunShape) -> Settings:
 
 
 def _norm(shape: RunShape) -> Settings:
-    model, heads = shape.config.model, shape.heads
+    model, heads = shape.model, shape.heads
     common = {"centre": model.normalization == "LayerNorm", "eps": model.norm_epsilon}
-    batch = shape.config.training.micro_batch_size
-    rows = {"rows": alike(shape.length * batch, 64)}
+    rows = {"rows": alike(shape.length * shape.batch, 64)}
     whole = common | rows | {"width": model.hidden_size}
     # The norms of a layer: alone, and with the addition of the residual stream before them.
     found = _both_passes("norm", whole | {"add": False}, whole | {"add": True})
@@ -152,29 +137,27 @@ def _norm(shape: RunShape) -> Settings:
         return found
     # Norms of queries and keys: in the projection's output together with the rotation, or on
     # separate tensors.
-    sizes = {"s": alike(shape.config.data.seq_length, 16), "b": alike(batch, 2)}
+    sizes = {"s": alike(shape.config.data.seq_length, 16), "b": alike(shape.batch, 2)}
     turned = {each.rotary * model.rotary_width for each in shape.forms if shape.is_fused(each)}
     for turns in sorted(turned):
         found += _both_passes("qk_norm", common | sizes | heads | {"rotary": turns})
     if all(map(shape.is_fused, shape.forms)):
         return found
+    widths = [(heads["d"], heads["d"]), (heads["d"], (heads["m"] + 2) * heads["d"])]
     if model.multi_latent_attention:
         widths = [(rank, rank) for rank in (model.kv_lora_rank, model.q_lora_rank) if rank]
-    else:
-        widths = [(heads["d"], heads["d"]), (heads["d"], (heads["m"] + 2) * heads["d"])]
     parts = [common | rows | {"width": width, "stride": stride} for width, stride in widths]
     return found + _both_passes("norm", *parts)
 
 
 def _rotary(shape: RunShape) -> Settings:
-    model, heads = shape.config.model, shape.heads
+    model, heads = shape.model, shape.heads
     # Backward is the rotation by the opposite angle.
     turned = [each for each in shape.forms if each.rotary]
     if not turned or (model.qk_layernorm and shape.is_fused(turned[0])):  # qk_norm turns them
         return []
-    batch = shape.config.training.micro_batch_size
     length = shape.config.data.seq_length // shape.config.distributed.context_parallel_size
-    common = {"s": alike(length, 16), "b": alike(batch, 2), "rotary": model.rotary_width}
+    common = {"s": alike(length, 16), "b": alike(shape.batch, 2), "rotary": model.rotary_width}
     g, m, d = heads.values()
     tensors = [{"n": n, "d": d} for n in sorted({g * m, g})] if model.qk_layernorm else [heads]
     return [
@@ -185,42 +168,43 @@ def _rotary(shape: RunShape) -> Settings:
 
 
 def _activation(shape: RunShape) -> Settings:
-    model, etp = shape.config.model, expert_ranks(shape.config).etp
+    model, rows = shape.model, alike(shape.tokens, 64)
     # Dense layers, shared experts and routed experts have different widths, so different kernels.
-    dense = [model.ffn_hidden_size] if not all(model.expert_layers()) else []
-    shared = [model.moe_shared_expert_intermediate_size] if model.num_experts is not None else []
-    rows, bias = alike(shape.tokens, 64), {"bias": model.add_bias_linear}
-    found = [{"width": width // shape.tp, "rows": rows} | bias for width in dense + shared if width]
-    if model.num_experts is not None:  # their number of rows differs from step to step
-        width = (model.moe_ffn_hidden_size or 0) // etp
-        found += [{"width": width, "rows": rows, "bias": False} for rows in (64, 65)]
-    return _both_passes("activation", *({**each, "activation": model.activation} for each in found))
+    widths = [] if all(model.expert_layers()) else [model.ffn_hidden_size]
+    found: list[Setting] = []
+    if model.num_experts is not None:  # the rows of routed experts differ from step to step
+        widths.append(model.moe_shared_expert_intermediate_size)
+        routed = {"width": (model.moe_ffn_hidden_size or 0) // shape.etp, "bias": False}
+        found = [routed | {"rows": number} for number in (64, 65)]
+    dense = {"rows": rows, "bias": model.add_bias_linear}
+    found += [dense | {"width": width // shape.tp} for width in widths if width]
+    return _both_passes("activation", *(each | {"activation": model.activation} for each in found))
 
 
 def _dropout(shape: RunShape) -> Settings:
-    model, batch = shape.config.model, shape.config.training.micro_batch_size
+    model = shape.model
     if model.hidden_dropout == 0:
         return []
-    sizes = {"s": alike(shape.length, 16), "b": alike(batch, 2), "width": model.hidden_size}
+    sizes = {"s": alike(shape.length, 16), "b": alike(shape.batch, 2), "width": model.hidden_size}
     return [("dropout", sizes | {"drop": model.hidden_dropout})]
 
 
 def _cross_entropy(shape: RunShape) -> Settings:
-    width, tp = shape.padded_vocab // shape.tp, shape.tp
+    width = shape.padded_vocab // shape.tp
     # The last tensor-parallel ranks may hold padding alone, or a part with padding.
-    own = {min(max(shape.vocab_size - rank * width, 0), width) for rank in range(tp)}
-    softcap = shape.config.model.final_logit_softcapping
-    common = {"tokens": alike(shape.tokens, 16), "width": width, "softcap": softcap}
+    own = {min(max(shape.vocab_size - rank * width, 0), width) for rank in range(shape.tp)}
+    common: Setting = {"width": width, "softcap": shape.model.final_logit_softcapping}
+    common |= {"tokens": alike(shape.tokens, 16)}
     return [("cross_entropy", common | {"columns": columns}) for columns in sorted(own) if columns]
 
 
 def _init(shape: RunShape) -> Settings:
     """Of whole matrices; with ZeRO a rank may begin and end within a row."""
     # A matrix that another axis cuts has another width on a rank.
-    parts = shape.tp, expert_ranks(shape.config).etp
+    parts = shape.tp, shape.etp
     matrices = {
         (tensor.local_shape(parts[tensor.expert is not None])[1], tensor.init.std)
-        for spec in declared(shape.config.model, shape.vocab_size).values()
+        for spec in declared(shape.model, shape.vocab_size).values()
         for tensor in spec.tensors
         if tensor.init.std > 0
     }
@@ -229,60 +213,43 @@ def _init(shape: RunShape) -> Settings:
     ]
 
 
-def _grad_dtype(shape: RunShape) -> str:
-    # The dtype in which gradients are accumulated, which GEMMs and norm read and write.
-    narrow = shape.config.optimizer.main_grads_dtype == "bf16"
-    dtype = shape.dtype if narrow else accumulation_dtype(shape.dtype)
-    return str(dtype).removeprefix("torch.")
-
-
 def _grad_norm(shape: RunShape) -> Settings:
-    return [
-        ("grad_norm", {"grad": _grad_dtype(shape), "size": size, "pieces": 2}) for size in SIZES
-    ]
+    return [("grad_norm", {"grad": shape.grad, "size": size, "pieces": 2}) for size in SIZES]
 
 
 def _adam(shape: RunShape) -> Settings:
     optimizer = shape.config.optimizer
     # Each combination of narrow moments is a separate compilation.
-    moments = {
+    settings: Setting = {
         name: "bfloat16" if getattr(optimizer, f"{name}_dtype") == "bf16" else "float32"
         for name in ("exp_avg", "exp_avg_sq")
     }
-    numbers = {
-        "beta1": optimizer.adam_beta1,
-        "beta2": optimizer.adam_beta2,
-        "eps": optimizer.adam_eps,
-    }
-    out = {"out": shape.dtype != torch.float32, "grad": _grad_dtype(shape)}
-    return [("adamw", {"size": size, **moments, **numbers, **out}) for size in SIZES]
+    settings |= {"beta1": optimizer.adam_beta1, "beta2": optimizer.adam_beta2}
+    settings |= {"eps": optimizer.adam_eps, "out": shape.dtype != torch.float32}
+    return [("adamw", {"size": size, "grad": shape.grad, **settings}) for size in SIZES]
 
 
 def _grouped_gemm(shape: RunShape) -> Settings:
-    model, etp = shape.config.model, expert_ranks(shape.config).etp
-    width = (model.moe_ffn_hidden_size or 0) // etp
+    model, width = shape.model, (shape.model.moe_ffn_hidden_size or 0) // shape.etp
     # A gated activation has two matrices in one; each weight gradient is overwritten once a step
     # and added to afterwards.
     fused = width * (2 if model.activation in GATED else 1)
     sizes = [{"o": o, "i": i} for o, i in ((fused, model.hidden_size), (model.hidden_size, width))]
-    grad = {"grad": _grad_dtype(shape)}
     return [("grouped_gemm rows", size) for size in sizes] + [
-        ("grouped_gemm weight", size | grad | {"overwrite": overwrite})
+        ("grouped_gemm weight", size | {"grad": shape.grad, "overwrite": overwrite})
         for size in sizes
         for overwrite in (False, True)
     ]
 
 
 def _fp8(shape: RunShape) -> Settings:
-    precision, model = shape.config.precision, shape.config.model
+    precision = shape.config.precision
     # Hybrid: gradients have a wider range and fewer bits than activations and weights.
     gradient = "float8_e5m2" if precision.fp8_format == "hybrid" else "float8_e4m3fn"
-    sizes = {"rows": alike(shape.tokens, 128), "width": model.hidden_size}
+    sizes: Setting = {"rows": alike(shape.tokens, 128), "width": shape.model.hidden_size}
+    sizes |= {"scaling": SCALINGS[precision.fp8_recipe]}
     return [
-        (
-            f"fp8 {'tiles' if turned else 'rows'}",
-            sizes | {"scaling": SCALINGS[precision.fp8_recipe], "transposed": turned, "to": to},
-        )
+        (f"fp8 {'tiles' if turned else 'rows'}", sizes | {"transposed": turned, "to": to})
         for to in sorted({"float8_e4m3fn", gradient})
         for turned in (False, True)
     ]

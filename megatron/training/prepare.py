@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,6 +57,7 @@ class Prepared:
     data: Data
     notes: list[str]
     changed: list[str]  # since the checkpoint was written
+    accepted: set[str]  # values of --accept-changed that the changes needed
 
     @property
     def padded_vocab(self) -> int:
@@ -83,52 +85,80 @@ def prepare(
     world_size = world_size or world.size
     with raise_on_all_ranks(world, device):
         # 1. Flags: the size of the vocabulary comes from the tokenizer, and other values follow
-        # from it.
+        # from it. The planner chooses last: it needs all other values.
         tokenizer = build_tokenizer(resolve(flags, world_size, None).config.data)
-        config, reasons = _resolved(
-            flags, tokenizer.vocab_size, world_size, planned_for or device.type, advisor
+        rows = tokenizer.vocab_size
+        resolved = resolve(flags, world_size, rows)
+        config, reasons = advisor.choose_recompute(
+            resolved.config, rows, world_size, planned_for or device.type
         )
-        notes = [*notes, *reasons]
+        notes = [*notes, *resolved.notes, *reasons]
         schedule = ParamSchedule.of(config)
     # 2. The checkpoint: all ranks open the one that rank 0 finds.
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
     with raise_on_all_ranks(world, device):
-        # 3. What differs from the run that wrote it. Each rank raises only after all have checked.
-        progress, changes = Progress(), []
+        # 3. What differs from the run that wrote it. What no flag accepts is refused at once.
+        progress, ledger = Progress(), None
+        changes: list[Change] = []
+        changed: list[str] = []
         if checkpoint is not None:
-            changes = _changes(checkpoint, config, tokenizer)
+            state = checkpoint.state
             progress = _resumed_progress(checkpoint, config)
-        # 4. The data, at the sample where the run continues.
-        # The ledger has the blends that the run has read so far: the order of samples depends on
-        # it.
-        ledger = checkpoint.state["ledger"] if progress.iteration > 0 else None
-        scanned = _scanned_by_rank_0(config, world)
+            changes = changed_fields(state, config, rows, tokenizer.fingerprint)
+            if not all(change.accept for change in changes):
+                accept_changes(checkpoint, changes, config)
+            # The blends that the run has read so far: the order of samples depends on them.
+            ledger = state["ledger"] if progress.iteration > 0 else None
+        # 4. The data, at the sample where the run continues. One rank is enough to scan the files
+        # of --check-data.
+        scanned = config if world.rank == 0 else config.with_fields("data", check_data=False)
         data = build_data(scanned, tokenizer, ledger, progress.consumed_samples, reader)
         # 5. Changes that need permission are refused or noted; the schedule is the checkpoint's or
         # ours.
-        changed: list[str] = []
         if checkpoint is not None:
-            changes += changed_data(checkpoint.state, config, data.history)
+            changes += changed_data(state, config, data.history)
             notes += accept_changes(checkpoint, changes, config)
-            changed, schedule = _changes_at_resume(checkpoint, schedule, config)
+            changed = logged_changes(state, config)
+            if not config.checkpoint.finetune:
+                changed += _schedule_lines(schedule, state["schedule"], config)
+                schedule = resumed_schedule(schedule, state["schedule"], config)
     return Prepared(
-        config, advisor, tokenizer, checkpoint, progress, schedule, data, notes, changed
+        config=config,
+        advisor=advisor,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        progress=progress,
+        schedule=schedule,
+        data=data,
+        notes=notes,
+        changed=changed,
+        accepted={change.accept for change in changes},
     )
 
 
-def _resolved(
-    flags: GivenConfig, vocab_size: int, world_size: int, device: str, advisor: Advisor
-) -> tuple[Config, list[str]]:
-    """The configuration with derived and chosen values, and notes about them."""
-    # The planner chooses last: it needs all other values.
-    resolved = resolve(flags, world_size, vocab_size)
-    config, reasons = advisor.choose_recompute(resolved.config, vocab_size, world_size, device)
-    return config, [*resolved.notes, *reasons]
+def _resumed_progress(checkpoint: Checkpoint, config: Config) -> Progress:
+    """The progress of the checkpoint's run; at the start with --finetune."""
+    state, finetune = checkpoint.state, config.checkpoint.finetune
+    if not finetune and "schedule" not in state:
+        raise CheckpointError(
+            f"{checkpoint.path}: holds only weights (converted from another format) and no run "
+            "to resume; give --finetune"
+        )
+    check_complete(checkpoint, weights_alone=finetune)
+    if finetune:
+        return Progress()
+    # Fields that an older version did not write take their defaults.
+    names = [field.name for field in dataclasses.fields(Progress) if field.name in state]
+    return from_saved(Progress, {name: state[name] for name in names}, "state")
 
 
-def _scanned_by_rank_0(config: Config, world: Axis) -> Config:
-    """One rank is enough to scan the files of --check-data."""
-    return config if world.rank == 0 else config.with_fields("data", check_data=False)
+def _schedule_lines(ours: ParamSchedule, theirs: dict[str, Any], config: Config) -> list[str]:
+    """What changes of the schedule, a line each for the banner."""
+    if config.evaluation.skip_train:
+        return []
+    from_checkpoint = config.optimizer.use_checkpoint_opt_param_scheduler
+    whose = "checkpoint" if from_checkpoint else "command line"
+    return [f"schedule: {line}; the {whose}'s is taken" for line in schedule_changes(ours, theirs)]
 
 
 def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> None:
@@ -166,47 +196,3 @@ def variants_of_run(prepared: Prepared, device: torch.device) -> dict[str, list[
     dtype = compute_dtype(config.precision)
     shape = RunShape(config, dtype, prepared.padded_vocab, prepared.tokenizer.vocab_size)
     return kernel_variants(shape, choices)
-
-
-def _changes(checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer) -> list[Change]:
-    """The differences from the run that wrote the checkpoint, except those of its data. A
-    difference that no flag accepts is refused at once.
-    """
-    # A converted checkpoint has weights and no run: it can be taken with --finetune.
-    weights_alone = config.checkpoint.finetune or "schedule" not in checkpoint.state
-    check_complete(checkpoint, weights_alone=weights_alone)
-    changes = changed_fields(checkpoint.state, config, tokenizer.vocab_size, tokenizer.fingerprint)
-    if not all(change.accept for change in changes):
-        accept_changes(checkpoint, changes, config)
-    return changes
-
-
-def _resumed_progress(checkpoint: Checkpoint, config: Config) -> Progress:
-    """The progress of the checkpoint's run; at the start with --finetune."""
-    state = checkpoint.state
-    if config.checkpoint.finetune:
-        return Progress()
-    if "schedule" not in state:
-        raise CheckpointError(
-            f"{checkpoint.path}: holds only weights (converted from another format) and no run "
-            "to resume; give --finetune"
-        )
-    # Fields that an older version did not write take their defaults.
-    names = [field.name for field in dataclasses.fields(Progress) if field.name in state]
-    return from_saved(Progress, {name: state[name] for name in names}, "state")
-
-
-def _changes_at_resume(
-    checkpoint: Checkpoint, schedule: ParamSchedule, config: Config
-) -> tuple[list[str], ParamSchedule]:
-    """What changes without permission, a line each, and the schedule that is used."""
-    changed = logged_changes(checkpoint.state, config)
-    if config.checkpoint.finetune:
-        return changed, schedule
-    theirs, whose = checkpoint.state["schedule"], "command line"
-    if config.optimizer.use_checkpoint_opt_param_scheduler:
-        whose = "checkpoint"
-    if not config.evaluation.skip_train:
-        lines = schedule_changes(schedule, theirs)
-        changed += [f"schedule: {line}; the {whose}'s is taken" for line in lines]
-    return changed, resumed_schedule(schedule, theirs, config)

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -17,7 +18,6 @@ from megatron import __version__
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
-from megatron.config.errors import UserError
 from megatron.config.groups import Config, GivenConfig
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
@@ -42,8 +42,6 @@ from megatron.kernels import fa4
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.compile import compile_layers
 from megatron.observe.console import NOT_DONE, banner
-from megatron.observe.goodput import goodput
-from megatron.observe.metrics import Metrics
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
@@ -54,7 +52,7 @@ from megatron.parallel.offload import OffloadingPipeline, OffloadingRunner
 from megatron.parallel.pairs import PairedPipeline
 from megatron.parallel.pipeline import Pipeline, aux_losses_of
 from megatron.parallel.zero import Zero
-from megatron.training.advisor import Advisor, Forecast, Verdict
+from megatron.training.advisor import Advisor, Forecast
 from megatron.training.banner import describe, peak_tflops_of, run_record
 from megatron.training.checkpointing import (
     claim_save_folder,
@@ -63,7 +61,7 @@ from megatron.training.checkpointing import (
     load,
     make_manager,
 )
-from megatron.training.exit import ExitConditions
+from megatron.training.exit import Exit, ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
 from megatron.training.prepare import Prepared, check_kernels, prepare
 from megatron.training.profile import record_memory_history, step_profiler
@@ -112,10 +110,17 @@ def start(
     # 1. The device and the other ranks.
     device = _start_device(launch, flags, config)
     with contextlib.ExitStack() as stack:
-        # 2. Everything that the run consists of.
         stack.enter_context(job_log())
         warn_of_idle_gpus(launch, device)
-        groups, ranks, local_checkpoints = _join(config, world_size, device)
+        groups = make_groups(layout_of(config, world_size), **group_options(config))
+        ranks = Ranks(groups.world, device, groups.pp.rank)
+
+        # 2. Everything that the run consists of.
+        options, local_checkpoints = config.checkpoint, None
+        if options.local_checkpoint_dir is not None:
+            local_checkpoints = LocalCheckpoints(
+                options.local_checkpoint_dir, ranks, options.local_redundancy
+            )
         prepared = prepare(
             flags, list(notes), groups.world, device, advisor, local_checkpoints, reader=reader
         )
@@ -128,14 +133,19 @@ def start(
         # 3. Weights and state, and what the caller does with the run.
         try:
             with _explained_out_of_memory(prepared, groups, device):
-                _initialize_or_load(run, prepared.checkpoint)
+                _initialize_or_load(run, prepared.checkpoint, prepared.accepted)
                 yield run
             if run.profiler is not None:
                 run.profiler.close()
             # weights that are still on their way would write into memory that is freed
             run.zero.wait_for_weights()
         except Exception as error:
-            _report_failure(run, error)
+            # Other ranks read the reason from the store and name this rank instead of timing out.
+            error.add_note(f"[{groups.describe()}, iteration {run.progress.iteration}]")
+            first_line = str(error).partition("\n")[0]
+            reason = f"{type(error).__name__}: {first_line}"
+            _end(run, 1, reason)
+            PEERS.end(reason)
             raise
     disconnect()
 
@@ -166,16 +176,6 @@ def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.d
     return device
 
 
-def _report_failure(run: Run, error: Exception) -> None:
-    """Note in an error where the run failed, and report the failure to the other ranks."""
-    # Other ranks read the reason from the store and name this rank instead of timing out.
-    error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
-    first_line = str(error).splitlines()[0] if str(error) else ""
-    reason = f"{type(error).__name__}: {first_line}"
-    _end(run, 1, reason)
-    PEERS.end(reason)
-
-
 def _dry_run(
     flags: GivenConfig, notes: Sequence[str], not_done: Sequence[str], advisor: Advisor
 ) -> int:
@@ -185,20 +185,17 @@ def _dry_run(
         prepared = prepare(
             flags, list(notes), ALONE, here, advisor, world_size=world_size, planned_for="cuda"
         )
-        sections, forecast = describe(prepared, world_size, here, planned_for="cuda")
-    text, code = end_of_dry_run(forecast.verdict)
-    print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
-    return code
-
-
-def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
-    """The last line of a dry run and its exit code."""
-    if verdict is None or verdict.word == "fits":
-        return "dry run: everything is in order; nothing was trained", 0
+        forecast = describe(prepared, world_size, here, planned_for="cuda")
     # Exit code 2 lets a script refuse to submit a job that cannot run.
-    fault = "memory is tight" if verdict.fits else "the run does not fit into memory"
-    text = f"dry run: the settings are in order, but {fault} (see verdict above); nothing was "
-    return text + "trained", 0 if verdict.fits else 2
+    verdict, code = forecast.verdict, 0
+    text = "everything is in order"
+    if verdict is not None and verdict.word != "fits":
+        fault = "memory is tight" if verdict.fits else "the run does not fit into memory"
+        text = f"the settings are in order, but {fault} (see verdict above)"
+        code = 0 if verdict.fits else 2
+    print(banner({NOT_DONE: list(not_done), **forecast.sections}))
+    print(f"dry run: {text}; nothing was trained", flush=True)
+    return code
 
 
 def build(
@@ -216,14 +213,22 @@ def build(
     """
     config, tokenizer, device = prepared.config, prepared.tokenizer, ranks.device
 
-    # 1. Kernels and --save are checked before memory is taken.
+    # 1. Kernels, the plan and --save are checked before memory is taken. The plan takes seconds
+    # for thousands of ranks: rank 0 makes it, the others wait for its verdict.
     check_kernels(prepared, device, ranks)
-    sections, forecast = _describe_on_rank_0(prepared, groups, device)
+    forecast = None
+    with raise_on_all_ranks(groups.world, device):
+        if groups.rank == 0:
+            pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            node = pages / 2**30, read_launch().local_size
+            forecast = describe(prepared, groups.world.size, device, node=node)
     resumed = prepared.checkpoint is not None
     lease = claim_save_folder(config, ranks, local_checkpoints, closing, resumed=resumed)
 
     # 2. The model, sharded, with its executor and optimizer.
-    timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)
+    timing = make_timing(
+        config, groups, ranks, prepared.progress.iteration, prepared.advisor, closing
+    )
     record_memory_history(config, device)
     with _explained_out_of_memory(prepared, groups, device):
         zero, pipeline = _build_pipeline(config, tokenizer.vocab_size, groups, device)
@@ -231,12 +236,13 @@ def build(
             optimizer = Optimizer(zero.blocks, config, groups, zero)
 
     # 3. Trackers and the banner, which names their places.
-    tracker = _open_tracker(prepared, sections, forecast, groups, not_done)
+    tracker = _open_tracker(prepared, forecast, groups, not_done)
+    device_names = sorted(set(ranks.gather_or_raise(lambda: device_name(device))))
     return Run(
         config=config,
         groups=groups,
         device=device,
-        device_names=_device_names(device, ranks),
+        device_names=", ".join(device_names),
         tokenizer=tokenizer,
         padded_vocab=prepared.padded_vocab,
         model=pipeline.model,
@@ -257,39 +263,6 @@ def build(
         forecast=forecast,
         profiler=step_profiler(config, groups.rank, device, prepared.advisor),
     )
-
-
-def _join(
-    config: Config, world_size: int, device: torch.device
-) -> tuple[Groups, Ranks, LocalCheckpoints | None]:
-    """This rank among the others, and the checkpoints that their nodes hold."""
-    groups = make_groups(layout_of(config, world_size), **group_options(config))
-    ranks = Ranks(groups.world, device, groups.pp.rank)
-    options, local_checkpoints = config.checkpoint, None
-    if options.local_checkpoint_dir is not None:
-        local_checkpoints = LocalCheckpoints(
-            options.local_checkpoint_dir, ranks, options.local_redundancy
-        )
-    return groups, ranks, local_checkpoints
-
-
-def _device_names(device: torch.device, ranks: Ranks) -> str:
-    """Of all ranks, each name once."""
-    return ", ".join(sorted(set(ranks.gather_or_raise(lambda: device_name(device)))))
-
-
-def _describe_on_rank_0(
-    prepared: Prepared, groups: Groups, device: torch.device
-) -> tuple[dict[str, list[str]], Forecast | None]:
-    """The banner's sections and the forecast, on rank 0; its UserError is raised on all ranks."""
-    # The plan takes seconds for thousands of ranks: rank 0 makes it, the others wait for its
-    # verdict.
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    node = pages / 2**30, read_launch().local_size
-    with raise_on_all_ranks(groups.world, device):
-        if groups.rank != 0:
-            return {}, None
-        return describe(prepared, groups.world.size, device, node=node)
 
 
 @contextlib.contextmanager
@@ -356,35 +329,24 @@ def _build_pipeline(
 
 
 def _open_tracker(
-    prepared: Prepared,
-    sections: dict[str, list[str]],
-    forecast: Forecast | None,
-    groups: Groups,
-    not_done: Sequence[str],
+    prepared: Prepared, forecast: Forecast | None, groups: Groups, not_done: Sequence[str]
 ) -> Tracker:
     """Open wandb, TensorBoard and metrics.jsonl on rank 0, which has a forecast, and log the
     banner with their places.
     """
-    record, progress = None, prepared.progress
+    config, progress, record, sections = prepared.config, prepared.progress, None, None
     if forecast is not None:
-        sections = {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
-        record = {
-            **run_record(
-                prepared.config, groups.layout, sections, forecast.verdict, forecast.prediction
-            ),
-            "vocab_size": prepared.tokenizer.vocab_size,
-        }
-    tracker = Tracker(
-        prepared.config, record, progress.iteration, resumed_samples=progress.consumed_samples
-    )
-    # Trackers are opened before the banner is printed: it names their places.
-    if forecast is not None:
+        sections = {NOT_DONE: list(not_done), **forecast.sections, "layout": [groups.describe()]}
+        record = run_record(config, groups.layout, sections, forecast)
+        record["vocab_size"] = prepared.tokenizer.vocab_size
+    tracker = Tracker(config, record, progress.iteration, progress.consumed_samples)
+    if sections is not None:
         sections["paths"] += tracker.notes
         logger.info(banner(sections))
     return tracker
 
 
-def _initialize_or_load(run: Run, checkpoint: Checkpoint | None) -> None:
+def _initialize_or_load(run: Run, checkpoint: Checkpoint | None, accepted: set[str]) -> None:
     if checkpoint is None:
         run.optimizer.initialise()
     else:
@@ -394,7 +356,7 @@ def _initialize_or_load(run: Run, checkpoint: Checkpoint | None) -> None:
                 load(checkpoint, run)
         logger.info(
             f" loaded checkpoint {checkpoint.path} at iteration "
-            f"{run.progress.iteration}{continuity(checkpoint, run)}"
+            f"{run.progress.iteration}{continuity(checkpoint, run, accepted)}"
         )
         checkpoint.close()
     run.timing.events.ready(run.progress.iteration)
@@ -408,7 +370,7 @@ def _train_and_evaluate(run: Run) -> int:
         run.progress.evaluation_due = evaluate_all(run, "validation") is None
 
     # 2. Training.
-    code = 0
+    ended = Exit(COMPLETE, 0)
     if not skip_train:
         try:
             ended = train(run)
@@ -418,45 +380,24 @@ def _train_and_evaluate(run: Run) -> int:
             if run.groups.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             return 1
-        code = ended.code
         logger.info(f" {ended.reason}: exiting at iteration {run.progress.iteration}")
-        if ended.reason != COMPLETE:
-            _end(run, code, ended.reason)
-            return code
-    elif run.progress.evaluation_due:
-        return _end_of_cut_evaluation(run)
 
-    # 3. The test split.
-    if run.data.test and evaluate_all(run, "test") is None:
-        return _end_of_cut_evaluation(run)
-    _end(run, code, COMPLETE)
-    return code
-
-
-def _end_of_cut_evaluation(run: Run) -> int:
-    """End a run when a signal interrupted an evaluation outside of training; the exit code."""
-    # The same on all ranks: they agreed on the signal.
-    ended = run.exits.check(run.progress.iteration)
-    assert ended is not None
-    logger.info(
-        f" {ended.reason}: exiting at iteration {run.progress.iteration}; the evaluation is "
-        "incomplete"
-    )
+    # 3. The test split. A signal cuts an evaluation short; all ranks agreed on it.
+    if ended.reason == COMPLETE:
+        is_cut = skip_train and run.progress.evaluation_due
+        if is_cut or (run.data.test and evaluate_all(run, "test") is None):
+            ended = run.exits.check(run.progress.iteration)
+            logger.info(
+                f" {ended.reason}: exiting at iteration {run.progress.iteration}; the evaluation "
+                "is incomplete"
+            )
     _end(run, ended.code, ended.reason)
     return ended.code
 
 
 def _end(run: Run, code: int, reason: str) -> None:
-    """Write the last event of this start, and log the goodput of all starts."""
-    # The last event of this start; goodput counts from the first start of the run.
+    """Write the last event of this start; wandb's summary shows the goodput of all starts."""
     run.timing.events.end(run.progress.iteration, code, reason)
     folder = run.config.checkpoint.save
-
-    def summary() -> Metrics:
-        try:
-            return goodput(folder).summary()
-        except UserError:  # no events: their disk failed
-            return {}
-
     if folder is not None:
-        run.tracker.summarise(summary)
+        run.tracker.summarise(lambda: run.advisor.goodput(Path(folder)))

@@ -27,59 +27,42 @@ class StepProfiler:
     run makes them.
     """
 
-    def __init__(self, config: Config, rank: int, device: torch.device, advisor: Advisor):
-        self.config, self.rank, self.device = config.logging, rank, device
-        self.advisor = advisor
+    def __init__(
+        self, config: Config, folder: Path, rank: int, device: torch.device, advisor: Advisor
+    ):
+        self.config, self.folder, self.rank = config.logging, folder, rank
+        self.device, self.advisor = device, advisor
+        on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         # the forward passes of pairs have a separate thread
-        self.all_threads = config.distributed.overlap_moe_expert_parallel_comm
-        folder = profile_folder(config)
-        assert folder is not None
-        self.folder = folder
-        self.profiler: profile | None = None
-        self.recording = False
-        self.step = ExitStack()  # the range of the present iteration
-        self.over = False
-
-    def next_step(self, iterations: int) -> float:
-        """Begin the step after `iterations`; the seconds that this took. The profiler warms up in
-        the step before the first recorded one.
-        """
-        begun = time.perf_counter()
-        self._begin(iterations)
-        return time.perf_counter() - begun
-
-    def _begin(self, iterations: int) -> None:
-        self.step.close()
-        if self.over:
-            return
-        if iterations >= self.config.profile_step_end:
-            self.close()
-            return
-        if iterations + 1 >= self.config.profile_step_start and self.profiler is None:
-            self._prepare()
-        if iterations >= self.config.profile_step_start:
-            self._record()
-            self.step.enter_context(named("iteration", iterations + 1))
-
-    def _prepare(self) -> None:
-        # Prepared one step early: the profiler's own start-up is not in the trace.
-        on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+        all_threads = config.distributed.overlap_moe_expert_parallel_comm
         self.profiler = profile(
             activities=[ProfilerActivity.CPU, *on_gpu],
             record_shapes=self.config.pytorch_profiler_collect_shapes,
             with_stack=self.config.pytorch_profiler_collect_callstack,
-            experimental_config=_ExperimentalConfig(profile_all_threads=self.all_threads),
+            experimental_config=_ExperimentalConfig(profile_all_threads=all_threads),
         )
-        # The warm-up allocates the profiler's buffers; recording starts with the next step.
-        self.profiler.prepare_trace()
+        self.state = "waiting"  # then "prepared", "recording", "over"
+        self.step = ExitStack()  # the range of the present iteration
 
-    def _record(self) -> None:
-        if self.recording:
-            return
-        assert self.profiler is not None
-        self.recording = True
-        self._synchronize()  # no work of the steps before is in the trace
-        self.profiler.start_trace()
+    def next_step(self, iterations: int) -> float:
+        """Begin the step after `iterations`; the seconds that this took."""
+        begun = time.perf_counter()
+        self.step.close()
+        if iterations >= self.config.profile_step_end:
+            self.close()
+        elif self.state != "over":
+            start = self.config.profile_step_start
+            # Prepared one step early: allocating the profiler's buffers is not in the trace.
+            if self.state == "waiting" and iterations + 1 >= start:
+                self.profiler.prepare_trace()
+                self.state = "prepared"
+            if self.state == "prepared" and iterations >= start:
+                self._synchronize()  # no work of the steps before is in the trace
+                self.profiler.start_trace()
+                self.state = "recording"
+            if self.state == "recording":
+                self.step.enter_context(named("iteration", iterations + 1))
+        return time.perf_counter() - begun
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -87,39 +70,35 @@ class StepProfiler:
 
     def close(self) -> None:
         """Write the trace, once."""
-        if self.over:
-            return
-        self.over = True
+        state, self.state = self.state, "over"
         self.step.close()
-        if not self.recording:
+        if state == "recording":
+            self._synchronize()  # work that is still queued belongs to the trace
+            self.profiler.stop_trace()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"rank-{self.rank}.trace.json"
+            self.profiler.export_chrome_trace(str(path))
+            if self.config.record_memory_history:
+                write_snapshot(self.folder, self.rank, self.device)
+            del self.profiler  # and the trace in memory with it
+            table = self.advisor.step_table(path)
+            title = f" profile: {path}" + ("; where the steps went:" if table else "")
+            logger.info("\n".join([title, *table]))
+        elif state != "over":
             logger.warning(
                 "--profile: no step was recorded: the run made none of the iterations "
                 f"{self.config.profile_step_start + 1} to {self.config.profile_step_end}"
             )
-            return
-        assert self.profiler is not None
-        self._synchronize()
-        self.profiler.stop_trace()
-        # One file a rank; the table of where the time went is the tools'.
-        self.folder.mkdir(parents=True, exist_ok=True)
-        # Work that is still queued belongs to the trace: it was awaited above.
-        path = self.folder / f"rank-{self.rank}.trace.json"
-        self.profiler.export_chrome_trace(str(path))
-        self.profiler = None
-        if self.config.record_memory_history:
-            write_snapshot(self.folder, self.rank, self.device)
-        table = self.advisor.step_table(path)
-        title = f" profile: {path}" + ("; where the steps went:" if table else "")
-        logger.info("\n".join([title, *table]))
 
 
 def step_profiler(
     config: Config, rank: int, device: torch.device, advisor: Advisor
 ) -> StepProfiler | None:
     """The profiler of a rank of --profile-ranks; None on other ranks."""
-    # On other ranks there is no profiler, and the loop asks for none.
-    chosen = config.logging.profile and rank in config.logging.profile_ranks
-    return StepProfiler(config, rank, device, advisor) if chosen else None
+    folder = profile_folder(config)
+    if folder is None or not config.logging.profile or rank not in config.logging.profile_ranks:
+        return None
+    return StepProfiler(config, folder, rank, device, advisor)
 
 
 def profile_folder(config: Config) -> Path | None:

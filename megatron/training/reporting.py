@@ -1,7 +1,6 @@
 """The console line of an interval, and what trackers record of it.
 
-Called from training/loop.py. What a line needs of other ranks is summed here: all ranks call `log`
-in the same iterations.
+What a line needs of other ranks is summed here: all ranks call `log` in the same iterations.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def last_iteration(config: Config, progress: Progress) -> int:
 
 def log(run: Run, interval: Interval, learning_rates: StepRates) -> Interval:
     """Log and track one line; the next interval."""
-    progress = run.progress
+    progress, step = run.progress, interval.last
     # 1. The time of an iteration, without evaluations and checkpoints.
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
@@ -67,11 +66,15 @@ def log(run: Run, interval: Interval, learning_rates: StepRates) -> Interval:
     if run.groups.pp.size > 1:
         timeline = pipeline_timeline(run)
         metrics["pipeline-bubble-fraction"] = timeline.bubble
-    metrics |= _weight_metrics(run) | _layer_norms(run, interval.last)
-    metrics |= _timing_metrics(run, interval.last)
+    metrics |= _weight_metrics(run) | _layer_norms(run, step)
+    if run.config.checkpoint.save is not None:
+        metrics |= run.timing.events.goodput(progress.iteration)
+    more, watch = [], run.timing.stragglers
+    if watch is not None:  # which rank keeps the others waiting
+        metrics |= watch.add(rows_of_ranks(step.rank_times, run.groups.world.size))
+        more = watch.fields(metrics)
     # 3. The line of the console, and the trackers' row.
     end = last_iteration(run.config, progress)
-    watch = run.timing.stragglers
     line = training_line(
         progress.iteration,
         end,
@@ -79,13 +82,15 @@ def log(run: Run, interval: Interval, learning_rates: StepRates) -> Interval:
         skipped=progress.open_skipped,
         nan=progress.open_nan,
         eta_seconds=max(0, end - progress.iteration) * seconds,  # without evaluations and saves
-        more=[] if watch is None else watch.fields(metrics),
+        more=more,
     )
     logger.info(line)
-    run.starving.look(interval.last.scalars, progress.iteration)
+    run.starving.look(step.scalars, progress.iteration)
     run.tracker.log(progress.iteration, metrics)
     if timeline is not None:
-        _show(run, timeline, last=interval.last.batch.is_last)
+        title = f"{timeline.schedule}, the step of iteration {progress.iteration}"
+        page = partial(run.advisor.draw_timeline, title, timeline)
+        run.tracker.show("pipeline-timeline", page, last=step.batch.is_last)
     # 4. The next interval begins; what is open is saved with a checkpoint that comes between lines.
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())
@@ -94,13 +99,15 @@ def log(run: Run, interval: Interval, learning_rates: StepRates) -> Interval:
 def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
     """The row of an interval with this time per iteration (names and units: metrics.py)."""
     config, progress, step = run.config, run.progress, interval.last
-    seq = config.data.seq_length
-    batch = step.batch
+    seq, batch, world_size = config.data.seq_length, step.batch, run.groups.world.size
     loss = progress.open_loss / progress.open_steps if progress.open_steps else step.loss
     # layers add up over all tokens, whatever the loss leaves out
     scalars = {
         n: sums[0] / batch.nominal_tokens for n, sums in step.scalars.items() if len(sums) == 1
     }
+    # During a ramp-up of the batch size the forecast is of another batch.
+    is_planned = run.forecast is not None and batch.size == config.training.global_batch_size
+    predicted = run.forecast.step_seconds if is_planned else None
     return {
         **consumed(run),
         "lm loss": loss,
@@ -110,16 +117,16 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
         "loss-scale": batch.loss_scale,
         "grad-norm": step.grad_norm,
         "skipped-train-samples": progress.skipped_samples,
-        "world-size": run.groups.world.size,
+        "world-size": world_size,
         **rates(
             seconds=seconds,
             tokens=batch.nominal_tokens,
             flops=flops_per_iteration(config.model, batch.size, seq, run.tokenizer.vocab_size),
             padded_flops=flops_per_iteration(config.model, batch.size, seq, run.padded_vocab),
-            world_size=run.groups.world.size,
+            world_size=world_size,
             peak_tflops=run.peak_tflops,
         ),
-        **_prediction(run, batch.size),
+        **({} if predicted is None else {"predicted-iteration-time": predicted}),
         **memory_metrics(run.device),
         **timer_metrics(
             run.timers.take(),
@@ -128,15 +135,6 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
             timing_log_level=config.logging.timing_log_level,
         ),
     }
-
-
-def _prediction(run: Run, batch: int) -> dict[str, float]:
-    """Seconds of an iteration by the plan, which is made for the whole global batch."""
-    # During a ramp-up of the batch size the plan is of another batch.
-    seconds = None if run.forecast is None else run.forecast.step_seconds
-    if seconds is None or batch != run.config.training.global_batch_size:
-        return {}
-    return {"predicted-iteration-time": seconds}
 
 
 def _rate_metrics(run: Run, learning_rates: StepRates) -> dict[str, float]:
@@ -179,17 +177,6 @@ def _layer_norms(run: Run, step: StepMetrics) -> dict[str, float]:
     return trained | {f"params-norm/{name}": value for name, value in zip(names, weights)}
 
 
-def _timing_metrics(run: Run, step: StepMetrics) -> dict[str, float]:
-    """Goodput, and which rank keeps the others waiting."""
-    metrics: dict[str, float] = {}
-    if run.config.checkpoint.save is not None:
-        metrics |= run.timing.events.goodput(run.progress.iteration)
-    watch = run.timing.stragglers
-    if watch is not None:
-        metrics |= watch.add(rows_of_ranks(step.rank_times, run.groups.world.size))
-    return metrics
-
-
 def consumed(run: Run) -> dict[str, float]:
     """How far the run is: the x axes of its metrics."""
     samples = run.progress.consumed_samples
@@ -206,10 +193,3 @@ def pipeline_timeline(run: Run) -> Timeline:
     if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
         Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")
     return timeline
-
-
-def _show(run: Run, timeline: Timeline, *, last: bool) -> None:
-    """The picture of a time line, where the tracker wants it."""
-    title = f"{timeline.schedule}, the step of iteration {run.progress.iteration}"
-    page = partial(run.advisor.draw_timeline, title, timeline)
-    run.tracker.show("pipeline-timeline", page, last=last)

@@ -1,7 +1,4 @@
-"""What one run consists of, and its progress.
-
-Made by training/pretrain.py, and handed to every function of the loop.
-"""
+"""What one run consists of, and its progress."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Per-rank compute time, without waits for other ranks: a slow rank makes all others wait, so the
 time of a step is the same on every rank and names none.
 
-Called from training/loop.py and training/step.py; observe/stragglers.py judges. The run's timers
-and event log are made here, too.
+The run's timers and event log are made here, too; observe/stragglers.py judges.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from megatron.observe.events import EventLog
 from megatron.observe.metrics import Timers
 from megatron.observe.stragglers import BLOCKS, SECTIONS, StragglerWatch
 from megatron.parallel.recording import Recording
+from megatron.training.advisor import Advisor
 from megatron.training.host_copy import to_device
 
 
@@ -103,26 +103,29 @@ class Timing:
 
 
 def make_timing(
-    config: Config, groups: Groups, ranks: Ranks, iteration: int, closing: contextlib.ExitStack
+    config: Config,
+    groups: Groups,
+    ranks: Ranks,
+    iteration: int,
+    advisor: Advisor,
+    closing: contextlib.ExitStack,
 ) -> Timing:
     """The timing of a run that starts at an iteration; all ranks call it together. `closing` closes
     the file of events.
     """
-    timers, rank_timer, stragglers = Timers(in_trace=named), None, None
-    # Host names are gathered once, so that a report can name the node of a slow rank.
-    if config.logging.log_straggler and groups.world.size > 1:
-        rank_timer = RankTimer(ranks.device, groups.world, timers)
-        nodes = ranks.gather_or_raise(socket.gethostname)
-        if groups.rank == 0:
-            stages = [groups.layout.coordinates(rank)["pp"] for rank in range(len(nodes))]
-            stragglers = StragglerWatch(stages, config.logging.straggler_threshold, nodes=nodes)
-    events = EventLog(config.checkpoint.save if groups.rank == 0 else None, iteration, timers)
+    folder = config.checkpoint.save if groups.rank == 0 else None
+    timers = Timers(in_trace=named)
+    events = EventLog(folder, iteration, timers, advisor.goodput)
     closing.callback(events.close)
-    records = groups.pp.size > 1 or rank_timer is not None
-    timing = Timing(timers, rank_timer, stragglers, events, records)
-    if rank_timer is not None:
-        timing.outside = rank_timer.outside
-    return timing
+    if not config.logging.log_straggler or groups.world.size == 1:
+        return Timing(timers, None, None, events, records=groups.pp.size > 1)
+    rank_timer, stragglers = RankTimer(ranks.device, groups.world, timers), None
+    # Host names are gathered once, so that a report can name the node of a slow rank.
+    nodes = ranks.gather_or_raise(socket.gethostname)
+    if groups.rank == 0:
+        stages = [groups.layout.coordinates(rank)["pp"] for rank in range(len(nodes))]
+        stragglers = StragglerWatch(stages, config.logging.straggler_threshold, nodes=nodes)
+    return Timing(timers, rank_timer, stragglers, events, True, outside=rank_timer.outside)
 
 
 def rows_of_ranks(numbers: Sequence[float], ranks: int) -> list[list[float]]:

@@ -16,11 +16,11 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from megatron.tools._report.metrics_file import read_metrics
 
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Source
 from megatron.observe.stragglers import SECTIONS
-from megatron.observe.tracking import read_metrics
 from megatron.training import pretrain
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32

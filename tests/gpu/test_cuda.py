@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from megatron.kernels import philox
+from megatron.tools._report.metrics_file import read_metrics
 
 from megatron.checkpoint.desync import position_sum
 from megatron.checkpoint.manager import CheckpointManager, staging_bytes
@@ -19,7 +20,6 @@ from megatron.model.loss import cross_entropy, sharded_cross_entropy
 from megatron.model.main_grad import wgrad_gemm
 from megatron.model.spec import Box
 from megatron.model.tensor_parallel import NO_TP
-from megatron.observe.tracking import read_metrics
 from megatron.training import pretrain as pretrain_module
 from pretrain_gpt import main
 

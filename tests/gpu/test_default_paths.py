@@ -4,8 +4,8 @@ in fp32. `python -m pytest -m gpu tests/gpu/test_default_paths.py`
 
 import pytest
 import torch
+from megatron.tools._report.metrics_file import read_metrics
 
-from megatron.observe.tracking import read_metrics
 from megatron.training import pretrain as pretrain_module
 from pretrain_gpt import main
 

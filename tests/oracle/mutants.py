@@ -248,7 +248,7 @@ boundaries of splits rounded down | uneven-split-seed-llama3
         return int(sum(shares[:k]) * sequences), int(
 validation reads the training data | gpt-files
     SPLITS.index(split) => 0
-= megatron/data/loader.py _stream
+= megatron/data/loader.py _Opener.stream
 validation data in the training's order of the seed | gpt-files
     else EVALUATION_SEED => else 1234
 = megatron/data/loader.py MockReader.windows

@@ -29,10 +29,11 @@ from megatron.tools._plan.rows import (
 )
 from megatron.tools._plan.step import StepModel
 from megatron.tools._plan.validate import percentile, row_config
+from megatron.tools._report.metrics_file import metrics_path, read_metrics
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
-from megatron.observe.tracking import config_file, metrics_path, read_metrics
+from megatron.observe.tracking import config_file
 
 PRIORS = {
     "product_efficiency": 0.15,

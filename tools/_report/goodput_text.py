@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.observe.goodput import CAUSES, Goodput
+from megatron.tools._report.goodput_account import CAUSES, Goodput
 
 MEANINGS = {"productive": "steps that changed the weights", **CAUSES, "other": "not explained"}
 

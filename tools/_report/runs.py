@@ -15,14 +15,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megatron.tools._report.goodput_account import Goodput, goodput
+from megatron.tools._report.metrics_file import metrics_path, read_metrics
 from megatron.tools._report.step_parts import StepParts, step_table
 
 from megatron.config.errors import UserError
 from megatron.config.input_files import read_json
 from megatron.config.metadata import flag_name
-from megatron.observe.goodput import Goodput, goodput
 from megatron.observe.metrics import Metrics
-from megatron.observe.tracking import RESUMED, config_file, metrics_path, read_metrics
+from megatron.observe.tracking import RESUMED, config_file
 
 VALIDATION = "lm loss validation"
 # kind of an event: what the page calls it

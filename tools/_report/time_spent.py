@@ -7,12 +7,11 @@ Called from page.py.
 from __future__ import annotations
 
 from megatron.tools._report import goodput_text
+from megatron.tools._report.goodput_account import Goodput
 from megatron.tools._report.goodput_text import MEANINGS
 from megatron.tools._report.markup import escaped, part_colour, sheet, square, stack, swatch
 from megatron.tools._report.runs import LoggedRun
 from megatron.tools._report.step_parts import in_milliseconds, mean_steps, part_names
-
-from megatron.observe.goodput import Goodput
 
 
 def goodput_section(runs: list[LoggedRun]) -> str:

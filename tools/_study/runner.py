@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron.tools._report.metrics_file import read_metrics
 from megatron.tools._study import raw
 from megatron.tools._study.description import MEASURE, StudyPlan, StudyRow
 from megatron.tools._study.launch import (
@@ -38,7 +39,7 @@ from megatron.tools._study.launch import (
 
 from megatron import __version__
 from megatron.config.errors import UserError
-from megatron.observe.tracking import config_file, read_metrics
+from megatron.observe.tracking import config_file
 
 Log = Callable[[str], None]
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkpoint_cases import flip
 from megatron.tools._preprocess.writer import IndexedDatasetWriter
+from megatron.tools._report.metrics_file import read_metrics
 from reshard_cases import (
     ALL_LAYOUTS,
     LAYOUTS,
@@ -30,7 +31,6 @@ from reshard_cases import (
 )
 
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.observe.tracking import read_metrics
 from megatron.training.checkpointing import finalize, save
 from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.tools._report.metrics_file import read_metrics
 from reshard_cases import differing, flags, saved, saving, start
 from test_checkpoint_damage import RUN_STATE
 
@@ -24,7 +25,6 @@ from megatron.checkpoint.run_state import check_run_state, config_of, from_saved
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.config.options import FIELDS
-from megatron.observe.tracking import read_metrics
 from megatron.optimizer import lr_schedule
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.training import resume as resume_module

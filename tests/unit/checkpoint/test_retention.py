@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoint_cases import pairs
 from logged import logged, silently
+from megatron.tools._report.metrics_file import read_metrics
 from reshard_cases import BASE, FEATURES, flags, saving, start
 
 from megatron.checkpoint import commit, manifest
@@ -28,7 +29,6 @@ from megatron.checkpoint.manifest import (
 from megatron.checkpoint.ranks import SINGLE_RANK
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.observe.tracking import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

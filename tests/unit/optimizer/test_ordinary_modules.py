@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.tools._report.metrics_file import read_metrics
 from parity.compare import fp64
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row
 from parity.worker import Outcome, one_thread, run_case
@@ -35,7 +36,6 @@ from megatron.model.gpt import GPTModel
 from megatron.model.layer import TransformerLayer
 from megatron.model.spec import declare_grad_sum, parts_under
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
-from megatron.observe.tracking import read_metrics
 from megatron.parallel.layer_runner import LayerRunner
 from pretrain_gpt import main
 

@@ -12,10 +12,10 @@ from statistics import fmean
 
 import pytest
 from headless_browser import Browser, missing_browser
+from megatron.tools._report.goodput_account import CAUSES, goodput
+from megatron.tools._report.metrics_file import read_metrics
 from megatron.tools._report.step_parts import step_table
 
-from megatron.observe.goodput import CAUSES, goodput
-from megatron.observe.tracking import read_metrics
 from pretrain_gpt import main
 from tools import report
 

@@ -16,8 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron.tools._report.metrics_file import read_json_lines
+
 from megatron.config.errors import UserError
-from megatron.observe.json_lines import read_json_lines
+from megatron.observe.events import NAME, Step
 from megatron.observe.metrics import Metrics
 
 CAUSES = {
@@ -39,38 +41,6 @@ PAUSES = {  # event -> what its seconds were lost to
 }
 TOLERANCE = 0.01  # of the wall time, for what no cause explains
 Event = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Step:
-    """`count` steps that took `seconds`, of which `data` and `checkpoint` were spent waiting.
-    `skipped` of them did not change the weights.
-    """
-
-    count: int
-    seconds: float
-    data: float = 0.0
-    checkpoint: float = 0.0
-    skipped: int = 0
-    first: bool = False  # of a start
-
-    @property
-    def own(self) -> float:
-        """Seconds of computation."""
-        return self.seconds - self.data - self.checkpoint
-
-    @property
-    def productive(self) -> float:
-        """Seconds of the steps that changed the weights."""
-        return self.own * (1 - self.skipped / self.count)
-
-    def fields(self) -> dict[str, Any]:
-        """For events.jsonl."""
-        return {
-            name: round(value, 4) if isinstance(value, float) else value
-            for name, value in dataclasses.asdict(self).items()
-            if value
-        }
 
 
 @dataclass(frozen=True)
@@ -113,7 +83,7 @@ class Goodput:
 
 def goodput(folder: str | Path) -> Goodput:
     """The goodput of a run folder (--save). Raises UserError when it has no events."""
-    path = Path(folder) / "events.jsonl"
+    path = Path(folder) / NAME
     if not path.is_file():
         raise UserError(f"{str(path)[:4000]}: no such file; give a folder that was --save of a run")
     events = read_events(path)
