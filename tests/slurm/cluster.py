@@ -124,21 +124,12 @@ class Cluster:
     def start(self) -> None:
         """All daemons, and wait until every node is idle."""
         munge = self.folder / "munge"
-        subprocess.run(
-            [program("mungekey"), "--create", f"--keyfile={munge}/key"],
-            check=True,
-            capture_output=True,
-        )
-        self._start(
-            "munged",
-            "--foreground",
-            "--force",
-            f"--socket={munge}/socket",
-            f"--key-file={munge}/key",
-            f"--pid-file={munge}/pid",
-            f"--log-file={munge}/log",
-            f"--seed-file={munge}/seed",
-        )
+        create = [program("mungekey"), "--create", f"--keyfile={munge}/key"]
+        subprocess.run(create, check=True, capture_output=True)
+        places = {"socket": "socket", "key-file": "key", "pid-file": "pid"}
+        places |= {"log-file": "log", "seed-file": "seed"}
+        flags = [f"--{flag}={munge}/{file}" for flag, file in places.items()]
+        self._start("munged", "--foreground", "--force", *flags)
         wait_for((munge / "socket").exists, 10, "munged's socket")
         self.start_controller()
         for name in self.names:
@@ -163,13 +154,8 @@ class Cluster:
 
     def stop(self) -> None:
         """End every job, then every daemon."""
-        subprocess.run(
-            [program("scancel"), "--user=root"],
-            env=self.environment,
-            capture_output=True,
-            timeout=20,
-        )
-        with suppress(AssertionError):
+        with suppress(AssertionError, subprocess.TimeoutExpired):
+            self._ask("scancel", "--user=root")
             wait_for(lambda: not self.run("squeue", "-h"), 20, "the last job to end")
         for process in reversed(self._daemons.values()):
             process.send_signal(signal.SIGTERM)
@@ -181,41 +167,36 @@ class Cluster:
                 process.wait()
         self._daemons.clear()
 
-    def run(
+    def _ask(
         self, name: str, *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None
-    ) -> str:
-        """Standard output of a Slurm command, which must succeed."""
-        done = subprocess.run(
+    ) -> subprocess.CompletedProcess[str]:
+        """A Slurm command."""
+        return subprocess.run(
             [program(name), *arguments],
             cwd=cwd,
             env=env or self.environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
         )
+
+    def run(
+        self, name: str, *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None
+    ) -> str:
+        """Standard output of a Slurm command, which must succeed."""
+        done = self._ask(name, *arguments, cwd=cwd, env=env)
         assert done.returncode == 0, f"{name} {' '.join(arguments)}: {done.stderr}{done.stdout}"
         return done.stdout
 
     def idle_nodes(self) -> set[str]:
-        done = subprocess.run(
-            [program("sinfo"), "-h", "-N", "-t", "idle", "-o", "%N"],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-        )
-        return set(done.stdout.split())
+        return set(self._ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split())
 
     def job(self, job: int) -> dict[str, str]:
         """The controller's record of a job: JobState, Restarts, StartTime, ...; empty while the
         controller is away.
         """
-        done = subprocess.run(
-            [program("scontrol"), "show", "job", "-o", str(job)],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-        )
-        return dict(field.split("=", 1) for field in done.stdout.split() if "=" in field)
+        fields = self._ask("scontrol", "show", "job", "-o", str(job)).stdout.split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def nodes_of(self, job: int) -> list[str]:
         return self.run("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cluster import Cluster, wait_for
+from cluster import Cluster, free_ports, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 100
@@ -30,6 +30,23 @@ def program(path: Path, script: str) -> Path:
     path.write_text(f"#!/usr/bin/env bash\n{script}\n")
     path.chmod(0o755)
     return path
+
+
+def launch_environment(folder: Path, ranks: int) -> dict[str, str]:
+    """What scripts/launch.sh finds on the only node of a job."""
+    return {
+        **os.environ,
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURMD_NODENAME": "n0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "RANKS_PER_NODE": str(ranks),
+        "PYTHON": sys.executable,
+        "FAILURES": str(folder / "failures"),
+        "TMPDIR": str(folder),
+    }
 
 
 class Job:

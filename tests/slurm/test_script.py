@@ -5,7 +5,6 @@ they were called: cheap, and with odd input.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import stat
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, program
+from jobs import ROOT, launch_environment, program
 from selection import each_value
 
 SCRIPT = "scripts/train.sbatch"
@@ -75,27 +74,22 @@ def start(tmp_path: Path):
     def run(*flags: str, cwd: Path = ROOT, script: str = SCRIPT, **settings: str) -> Started:
         calls = tmp_path / f"calls{len(list(tmp_path.glob('calls*')))}"
         calls.mkdir()
-        of_slurm = {
-            "SLURM_JOB_ID": "7",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NNODES": "1",
-            "SLURM_JOB_NODELIST": "n0",
-            "SLURM_JOB_NAME": "gpt",
-        }
         environment = {
             "PATH": f"{programs}:/usr/bin:/bin",
             "CALLS": str(calls),
             "SAVE": str(tmp_path / "run"),
             "PYTHON": str(python),
-            **of_slurm,
-        }
-        environment = {
-            name: value for name, value in {**environment, **settings}.items() if value != "-"
+            "SLURM_JOB_ID": "7",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NNODES": "1",
+            "SLURM_JOB_NODELIST": "n0",
+            "SLURM_JOB_NAME": "gpt",
+            **settings,
         }
         done = subprocess.run(
             ["bash", script, *flags],
             cwd=cwd,
-            env=environment,
+            env={name: value for name, value in environment.items() if value != "-"},
             capture_output=True,
             text=True,
         )
@@ -106,83 +100,56 @@ def start(tmp_path: Path):
 
 def test_the_tasks_of_the_sweep_are_different_runs(start, tmp_path):
     """examples/sweep: each has its own folder and its own pair of learning rate and seed."""
-    chosen = set()
+    chosen, sweep = set(), tmp_path / "sweep"
     for task in range(6):
-        started = start(
-            "--weight-decay",
-            "0.2",
-            script="examples/sweep/sweep.sbatch",
-            SLURM_ARRAY_TASK_ID=str(task),
-            SWEEP=str(tmp_path / "sweep"),
-        )
+        settings = {"SLURM_ARRAY_TASK_ID": str(task), "SWEEP": str(sweep)}
+        started = start("--weight-decay", "0.2", script="examples/sweep/sweep.sbatch", **settings)
         words = started.training
         assert started.code == 0 and words[-4:-2] == ["--weight-decay", "0.2"], started.log
         lr, seed = (words[len(words) - words[::-1].index(flag)] for flag in ("--lr", "--seed"))
-        assert words[words.index("--save") + 1] == f"{tmp_path}/sweep/lr-{lr}-seed-{seed}"
+        assert words[words.index("--save") + 1] == f"{sweep}/lr-{lr}-seed-{seed}"
         chosen.add((lr, seed))
     assert len(chosen) == 6
 
 
 # ---- what is read from files and settings is never carried out -----------------------------------
 
+COMMAND = "$(touch {mark})"
+ATTEMPTS = [f"a[{COMMAND}]", COMMAND, "SLURM_JOB_ID", "-1", "1e3", "010", "9" * 20, ""]
+TRACKER = "latest_checkpointed_iteration.txt"
+
 
 @pytest.mark.parametrize(
-    "count",
+    ("file", "content", "message"),
     [
-        "a[$(touch {mark})]",
-        "$(touch {mark})",
-        "SLURM_JOB_ID",
-        "-1",
-        "1e3",
-        "010",
-        "99999999999999999999",
-        "",
+        *(("attempts", f"7 0 {count}\n", "attempt 1 of 3") for count in ATTEMPTS),
+        *((TRACKER, newest, "from iteration 0:") for newest in (f"a[{COMMAND}]", COMMAND)),
+        (TRACKER, "3\n4", "from iteration 3:"),
     ],
 )
-def test_the_attempts_file_is_data(start, tmp_path, count):
+def test_files_of_a_run_are_data(start, tmp_path, file, content, message):
     mark = tmp_path / "carried-out"
-    (tmp_path / "run/attempts").write_text(f"7 0 {count.format(mark=mark)}\n")
+    (tmp_path / "run" / file).write_text(content.format(mark=mark))
     started = start()
-    assert started.code == 0 and not mark.exists(), started.log
-    assert "attempt 1 of 3" in started.log
-
-
-@pytest.mark.parametrize("newest", ["a[$(touch {mark})]", "$(touch {mark})", "3\n4"])
-def test_the_tracker_file_is_data(start, tmp_path, newest):
-    mark = tmp_path / "carried-out"
-    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text(newest.format(mark=mark))
-    started = start()
-    assert (
-        started.code == 0
-        and not mark.exists()
-        and f"from iteration {3 if '3' in newest else 0}:" in started.log
-    ), started.log
+    assert started.code == 0 and not mark.exists() and message in started.log, started.log
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("TOKENS", "a[$(touch {mark})]"),
-        ("TOKENS", "300e9"),
-        ("TOKENS", "-5"),
-        ("MAX_ATTEMPTS", "a[$(touch {mark})]"),
-        ("--seq-length", "a[$(touch {mark})]"),
-        ("--seq-length=", "x[$(touch {mark})]"),
+        *(("TOKENS", value) for value in (f"a[{COMMAND}]", "300e9", "-5")),
+        ("MAX_ATTEMPTS", f"a[{COMMAND}]"),
+        ("--seq-length", f"a[{COMMAND}]"),
+        ("--seq-length=", f"x[{COMMAND}]"),
     ],
 )
 def test_settings_that_are_no_numbers_are_refused(start, tmp_path, name, value):
     mark = tmp_path / "carried-out"
     value = value.format(mark=mark)
-    started = (
-        start(name + value)
-        if name.endswith("=")
-        else start(name, value)
-        if name.startswith("--")
-        else start(**{name: value})
-    )
-    assert (
-        started.code == 2 and not mark.exists() and f"{name.rstrip('=')}={value}: " in started.log
-    ), started.log
+    flags = [name + value] if name.endswith("=") else [name, value]
+    started = start(*flags) if name.startswith("--") else start(**{name: value})
+    assert started.code == 2 and not mark.exists(), started.log
+    assert f"{name.rstrip('=')}={value}: " in started.log
     assert not started.training and not started.requeued
 
 
@@ -246,14 +213,12 @@ def test_a_setup_file_comes_before_all_settings(start, tmp_path):
 
 
 def test_container_and_srun_flags_are_words_that_may_hold_spaces(start, tmp_path):
-    container = program(
-        tmp_path / "run in image", 'echo "in $1" >>"$CALLS/container"; shift; exec "$@"'
-    )
-    words = f"'{container}' \"my image.sif\""
+    script = 'echo "in $1" >>"$CALLS/container"; shift; exec "$@"'
+    container = program(tmp_path / "run in image", script)
     started = start(
         "--data-path",
         "a b",
-        CONTAINER=words,
+        CONTAINER=f"'{container}' \"my image.sif\"",
         SRUN_FLAGS="--container-image='x y.sqsh' --mpi=none",
         DATA="--data-path 'c d'",
     )
@@ -277,28 +242,12 @@ def launch(
     checkout = tmp_path / "a checkout"
     shutil.copytree(ROOT / "scripts", checkout / "scripts")
     (checkout / "pretrain_gpt.py").write_text(pretrain)
-    inherited = {name: value for name, value in os.environ.items() if name not in SET_FOR_RANKS}
-    environment = {
-        **inherited,
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_PROCID": "0",
-        "SLURMD_NODENAME": "n0",
-        "TMPDIR": str(tmp_path),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29517",
-        "RANKS_PER_NODE": "1",
-        "PYTHON": sys.executable,
-        "FAILURES": str(tmp_path / "failures"),
-        **settings,
-    }
-    return subprocess.run(
-        ["bash", "scripts/launch.sh", way],
-        cwd=checkout,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    environment = launch_environment(tmp_path, 1)
+    for name in SET_FOR_RANKS:
+        environment.pop(name, None)
+    command = ["bash", "scripts/launch.sh", way]
+    environment |= settings
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
 
 
 SET_FOR_RANKS = ("NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster import Cluster, free_ports, wait_for
-from jobs import ITERATIONS, MODEL, ROOT, SAVE_INTERVAL, Job, program
+from cluster import Cluster, wait_for
+from jobs import ITERATIONS, MODEL, ROOT, SAVE_INTERVAL, Job, launch_environment, program
 
 from megatron.checkpoint.reader import open_checkpoint
 from tools import compare_runs
@@ -200,34 +200,12 @@ def test_sigusr1_to_the_launcher_alone_reaches_every_rank(tmp_path):
     """Slurm's cgroup plugin signals only the process that srun started; here the plugin signals all
     its children too.
     """
-    of_slurm = {
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_PROCID": "0",
-        "SLURMD_NODENAME": "n0",
-    }
-    of_the_script = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_ports(1)[0]),
-        "RANKS_PER_NODE": "2",
-        "PYTHON": sys.executable,
-        "OMP_NUM_THREADS": "1",
-        "FAILURES": str(tmp_path / "failures"),
-    }
-    environment = {**os.environ, **of_slurm, **of_the_script, "TMPDIR": str(tmp_path)}
-    flags = [
-        *MODEL,
-        *"--micro-batch-size 2 --mock-data --lr 1e-3 --train-iters 100000".split(),
-        "--save",
-        str(tmp_path / "run"),
-    ]
-    command = ["bash", "scripts/launch.sh", "torchrun", *flags]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as launcher:
-        for line in launcher.stdout:
-            if "] iteration " in line:
-                break
+    flags = "--micro-batch-size 2 --mock-data --lr 1e-3 --train-iters 100000 --save".split()
+    command = ["bash", "scripts/launch.sh", "torchrun", *MODEL, *flags, str(tmp_path / "run")]
+    environment = launch_environment(tmp_path, 2) | {"OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, text=True) as launcher:
+        next(line for line in launcher.stdout if "] iteration " in line)
         launcher.send_signal(signal.SIGUSR1)
         launcher.send_signal(signal.SIGUSR1)
         rest = launcher.stdout.read()

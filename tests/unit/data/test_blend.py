@@ -62,13 +62,10 @@ def test_each_source_is_read_in_order_without_gaps(shares, first, count):
     start = list(range(10, 10 * len(shares) + 10, 10))
     blend = Blend(shares, first, start)
     source, index = blend.locate(np.arange(first, first + count))
-    for d in range(len(shares)):
-        assert index[source == d].tolist() == list(
-            range(start[d], start[d] + int((source == d).sum()))
-        )
-    assert blend.indices_at(first + count) == [
-        start[d] + int((source == d).sum()) for d in range(len(shares))
-    ]
+    ends = [begin + int((source == d).sum()) for d, begin in enumerate(start)]
+    for d, (begin, end) in enumerate(zip(start, ends)):
+        assert index[source == d].tolist() == list(range(begin, end))
+    assert blend.indices_at(first + count) == ends
 
 
 def source(name: str, share: int) -> dict:
@@ -96,33 +93,23 @@ def test_history_goes_on_where_each_source_was():
     assert sum(map(len, read.values())) == 2600
     for indices in read.values():
         assert indices == list(range(len(indices)))
-    assert [segment["first_sample"] for segment in history["segments"]] == [
-        0,
-        1500,
-        1700,
-        2000,
-        2300,
-    ]
+    firsts = [segment["first_sample"] for segment in history["segments"]]
+    assert firsts == [0, 1500, 1700, 2000, 2300]
     notes = extend_history(history, 2600, [source("d", 1), source("a", PATTERN - 1)])[2]
-    assert (
-        "d is new (content" in notes[0]
-        and f"a continues at its sample {len(read['a'])}" in notes[1]
-    )
+    assert "d is new (content" in notes[0]
+    assert f"a continues at its sample {len(read['a'])}" in notes[1]
 
 
 def test_samples_of_an_earlier_segment_are_refused():
     history, _, _ = extend_history(None, 0, [source("a", PATTERN)])
     _, blend, _ = extend_history(history, 100, [source("b", PATTERN)])
     blend.locate(np.arange(100, 110))
-    with pytest.raises(
-        ValueError, match="sample 99 was read before the blend changed at sample 100"
-    ):
+    fault = "sample 99 was read before the blend changed at sample 100"
+    with pytest.raises(ValueError, match=fault):
         blend.locate(np.arange(99, 110))
 
 
 def test_real_data_after_mock_data_begins_at_its_first_sample():
     history, blend, _ = extend_history({"segments": []}, 70, [source("a", PATTERN)])
-    assert (
-        blend.locate(np.array([70, 71]))[1].tolist() == [0, 1]
-        and history["segments"][0]["first_sample"] == 70
-    )
+    assert blend.locate(np.array([70, 71]))[1].tolist() == [0, 1]
+    assert history["segments"][0]["first_sample"] == 70

@@ -10,30 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.tools._preprocess.writer import IndexedDatasetWriter
+from unit.data.written_data import write
 
 from megatron.data.indexed_dataset import DataError, IndexedDataset
 from megatron.data.token_stream import TokenStream, key_of, mix, permute
 
 
-def corpus(prefix: Path, sizes: list[int], first_id: int = 0) -> IndexedDataset:
-    """Sequences of the given sizes whose token at position t is first_id + t: a sample shows where
-    it came from.
+def corpus(prefix: Path, sizes: list[int]) -> IndexedDataset:
+    """Sequences of the given sizes whose token at position t is t: a sample shows where it came
+    from.
     """
-    writer = IndexedDatasetWriter(str(prefix), np.dtype("i4"))
-    writer.add(
-        np.arange(first_id, first_id + sum(sizes), dtype="i4"),
-        np.array(sizes),
-        np.ones(len(sizes), int),
-    )
-    writer.finish(
-        {
-            "max_id": first_id + sum(sizes) - 1,
-            "eod_count": 0,
-            "tokenizer": {"name": "none", "fingerprint": "0", "eod": 0},
-        }
-    )
-    return IndexedDataset(str(prefix))
+    ids = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    return IndexedDataset(write(prefix, ids, sum(sizes), dtype="i4"))
 
 
 def read(stream: TokenStream, index: np.ndarray) -> np.ndarray:
@@ -64,18 +52,8 @@ def test_values_are_fixed():
     """A change of these silently reorders every run that is resumed."""
     # SplitMix64 of seeds 0 and 1
     assert mix(np.array([0, 1], np.uint64)).tolist() == [16294208416658607535, 10451216379200822465]
-    assert permute(np.arange(10), 10, np.full(10, 7, np.uint64)).tolist() == [
-        6,
-        2,
-        8,
-        0,
-        1,
-        7,
-        5,
-        4,
-        9,
-        3,
-    ]
+    order = permute(np.arange(10), 10, np.full(10, 7, np.uint64)).tolist()
+    assert order == [6, 2, 8, 0, 1, 7, 5, 4, 9, 3]
     assert int(key_of("a", 1)) == 12444202034427101082
 
 

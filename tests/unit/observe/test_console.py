@@ -80,21 +80,11 @@ def test_nan_is_printed_as_nan():
 
 def test_evaluation_lines():
     dashes, text, below = evaluation_lines(100, math.log(256)).split("\n")
-    assert text == (
-        " validation loss at iteration 100 | lm loss value: 5.545177E+00 | lm loss PPL: "
-        "2.560000E+02 | "
-    )
+    values = "lm loss value: 5.545177E+00 | lm loss PPL: 2.560000E+02 | "
+    assert text == f" validation loss at iteration 100 | {values}"
     assert dashes == below == "-" * (len(text) + 1)
-    assert (
-        evaluation_lines(7, 1.0, source="wiki")
-        .split("\n")[1]
-        .startswith(" validation loss at iteration 7 on wiki | lm loss value: 1.000000E+00 |")
-    )
-    assert (
-        evaluation_lines(7, 1.0, split="test")
-        .split("\n")[1]
-        .startswith(" test loss at iteration 7 | ")
-    )
+    _, text, _ = evaluation_lines(7, 1.0, split="test", source="wiki").split("\n")
+    assert text.startswith(" test loss at iteration 7 on wiki | lm loss value: 1.000000E+00 |")
 
 
 @pytest.mark.parametrize(
@@ -106,13 +96,7 @@ def test_perplexity_is_capped_and_nan_stays(loss, ppl):
 
 @pytest.mark.parametrize(
     "seconds, text",
-    [
-        (0, "00:00:00"),
-        (59.6, "00:01:00"),
-        (3661, "01:01:01"),
-        (86400 * 12, "12d 00:00:00"),
-        (math.inf, "NaN"),
-    ],
+    [(0, "00:00:00"), (59.6, "00:01:00"), (86400 * 12 + 3661, "12d 01:01:01"), (math.inf, "NaN")],
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text
@@ -129,20 +113,12 @@ def test_banner_is_a_fixed_width_screen():
 
 
 def test_what_is_asked_for_and_not_done_stands_first():
-    sections = {
-        "versions": ["torch"],
-        NOT_DONE: ["--profile: no profile is written", "--nvtx-ranges: " + "word " * 40],
-    }
-    rows = banner(sections).split("\n")
-    assert (
-        rows[0] == "!" * BANNER_WIDTH
-        and rows[1] == " asked for, not done"
-        and rows[2] == "   --profile: no profile is written"
-    )
-    assert (
-        rows[3].startswith("   --nvtx-ranges: word")
-        and rows[4].startswith("     word")
-        and rows[5] == "!" * BANNER_WIDTH
-    )
-    assert rows[6] == " versions       torch" and len(rows) == 8
+    missing = ["--profile: no profile is written", "--nvtx-ranges: " + "word " * 40]
+    first, title, profile, ranges, more, last, versions, _ = banner(
+        {"versions": ["torch"], NOT_DONE: missing}
+    ).split("\n")
+    assert first == last == "!" * BANNER_WIDTH and title == " asked for, not done"
+    assert profile == "   --profile: no profile is written"
+    assert ranges.startswith("   --nvtx-ranges: word") and more.startswith("     word")
+    assert versions == " versions       torch"
     assert banner({"versions": ["torch"], NOT_DONE: []}) == banner({"versions": ["torch"]})

@@ -4,16 +4,15 @@ summary holds the goodput of the files.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from megatron.tools._report.goodput_account import goodput, read_events
 from megatron.tools._report.runs import load_runs
+from unit.observe.wandb_files import records, values
 
-from megatron.observe.goodput import goodput, read_events
 from pretrain_gpt import main
-from tools.wandb_workspace import wandb_records
 
 RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
 --micro-batch-size 2 --global-batch-size 2 --train-iters 12 --mock-data --lr 1e-2
@@ -49,34 +48,21 @@ def test_every_save_is_one_event(tmp_path: Path, mode: tuple[str, ...]):
     assert found.losses["checkpoint"] == pytest.approx(held + steps)
 
 
-def summary(folder: Path) -> dict[str, float]:
-    """What the offline runs of wandb below a folder have in their summaries; the last one
-    counts.
-    """
-    found = {}
-    files = folder.glob("wandb/offline-run-*/run-*.wandb")
-    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
-        for record in wandb_records(path):
-            if record.WhichOneof("record_type") == "summary":
-                for item in record.summary.update:
-                    name = item.key or "/".join(item.nested_key)
-                    found[name] = json.loads(item.value_json)
-    return found
-
-
 def test_goodput_is_in_the_summary_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Over all starts, with its losses, from the files."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for flags in (["--exit-interval", "6"], []):
         train(tmp_path, "--wandb-project", "p", *flags)
-        found, logged = goodput(tmp_path), summary(tmp_path)
+        found, summary = goodput(tmp_path), {}
+        for record in records(tmp_path, "summary"):  # the last one counts
+            summary |= values(record.update)
         expected = {
             "goodput/share": found.productive / found.wall,
             "goodput/starts": found.starts,
             "goodput/wall": found.wall,
             **{f"goodput/{cause}": seconds for cause, seconds in found.rows()},
         }
-        shown = {name: value for name, value in logged.items() if name.startswith("goodput/")}
+        shown = {name: value for name, value in summary.items() if name.startswith("goodput/")}
         assert shown == pytest.approx(expected)
     assert found.starts == 2 and found.productive > 0 < found.losses["checkpoint"]

@@ -63,7 +63,8 @@ def test_one_line_names_the_starving_experts_of_all_layers(caplog):
     assert line.startswith("iteration 20: no token went to 10 of the 30 experts of all layers;")
     listed = ", ".join(f"layers.{i}" for i in range(8))
     assert (
-        f"in 9 of 10 layers with experts ({listed}, ...), most in layers.4: 2 of 3 (0, 1);" in line
+        f"in 9 of 10 layers with experts ({listed} and 1 more), most in layers.4: 2 of 3 (0, 1);"
+        in line
     )
     assert "the busiest is 2 of layers.4, with 3.0 times the mean;" in line
 

@@ -15,26 +15,10 @@ from megatron.observe.metrics import (
     evaluation_metrics,
     is_measured,
     memory_metrics,
-    rates,
     save_metrics,
     timer_metrics,
     wandb_name,
 )
-
-
-def test_rates():
-    row = rates(
-        seconds=2.0, tokens=8192, flops=6e12, padded_flops=8e12, world_size=4, peak_tflops=10.0
-    )
-    assert row == {
-        "iteration-time": 2.0,
-        "throughput": 1.0,
-        "tokens-per-second-per-gpu": 1024.0,
-        "mfu": pytest.approx(0.075),
-    }
-    assert "mfu" not in rates(
-        seconds=2.0, tokens=1, flops=1, padded_flops=1, world_size=1, peak_tflops=None
-    )
 
 
 def test_evaluation_metrics():

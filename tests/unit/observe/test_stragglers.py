@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from statistics import median
 
 import pytest
 from megatron.tools._report.metric_names import METRICS
@@ -14,8 +13,6 @@ from megatron.observe.stragglers import (
     SECTIONS,
     WINDOW,
     StragglerWatch,
-    excesses,
-    medians_of_others,
 )
 
 USUAL = [0.002, 0.03, 0.06, 0.005, 0.003]  # seconds of a step by section
@@ -137,11 +134,3 @@ def test_short_intervals_are_put_together():
     for line in range(1, WINDOW + 1):
         watch.add([[0.1, *USUAL], [0.14, *slow(USUAL, "forward", 2)]])
         assert (watch.straggler is not None) == (line == WINDOW)
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 9])
-def test_medians_of_others(count):
-    values = [random.Random(count).random() for _ in range(count)]
-    others = [median(values[:i] + values[i + 1 :]) for i in range(count)]
-    assert medians_of_others(values) == pytest.approx(others)
-    assert excesses(values) == pytest.approx([v / o - 1 for v, o in zip(values, others)])

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
+from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
-from megatron.config.groups import Config
-from megatron.training.advisor import Advisor
-from megatron.training.pretrain import end_of_dry_run
+from megatron.training.pretrain import pretrain
+
+FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3
+--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --mock-data --vocab-size 15""".split()
 
 
-def test_without_an_advisor_nothing_is_chosen_or_predicted():
-    config = Config()
-    assert Advisor().choose_recompute(config, 100, 1, "cuda") == (config, [])
-    asked = config.with_fields("training", recompute="auto", memory_budget=10.0)
+def test_without_an_advisor_nothing_is_chosen_or_predicted(tmp_path, capsys):
+    config = parse_arguments([*FLAGS, "--save", str(tmp_path / "run")]).config
+    assert pretrain(config, dry_run=True) == 0 and not (tmp_path / "run").exists()
+    assert "everything is in order; nothing was trained" in capsys.readouterr().out
+    asked = parse_arguments([*FLAGS, "--recompute", "auto", "--memory-budget", "10"]).config
     with pytest.raises(UserError, match="--memory-budget .* set --recompute-layers"):
-        Advisor().choose_recompute(asked, 100, 1, "cuda")
-    forecast = Advisor().forecast(config, 100, 1, torch.device("cpu"), None, None)
-    assert forecast.step_seconds is None and end_of_dry_run(forecast.verdict)[1] == 0
+        pretrain(asked, dry_run=True)

@@ -10,47 +10,26 @@ from megatron.config.groups import TrainingConfig
 from megatron.training.loop import collect_after, collected_evaluation, manual_collection
 
 
-@pytest.fixture
-def collections(monkeypatch):
-    """The generations that were collected."""
-    found: list[int] = []
-    monkeypatch.setattr(gc, "collect", lambda generation=2: found.append(generation))
-    return found
-
-
-def collected_at(config: TrainingConfig, collections: list[int], last: int = 300) -> list[int]:
-    found = []
-    for iteration in range(1, last + 1):
-        before = len(collections)
-        collect_after(iteration, config)
-        found += [iteration] * (len(collections) - before)
-    return found
-
-
 @pytest.mark.parametrize(
-    "config, expected",
+    "flags, iterations, evaluation",
     [
-        (TrainingConfig(), [100, 200, 300]),
-        (TrainingConfig(manual_gc_interval=150), [150, 300]),
-        (TrainingConfig(manual_gc_interval=0), []),
-        (TrainingConfig(manual_gc=False), []),
+        ({}, [100, 200, 300], [2, 0]),
+        ({"manual_gc_interval": 150}, [150, 300], [2, 0]),
+        ({"manual_gc_interval": 0, "manual_gc_eval": False}, [], []),
+        ({"manual_gc": False}, [], []),
     ],
 )
-def test_iterations(config, expected, collections):
+def test_collections(flags, iterations, evaluation, monkeypatch):
     """They follow from the iteration alone, so that all ranks collect together."""
-    assert collected_at(config, collections) == expected
-
-
-def test_evaluations(collections):
-    for config, expected in (
-        (TrainingConfig(), [2, 0]),
-        (TrainingConfig(manual_gc_eval=False), []),
-        (TrainingConfig(manual_gc=False), []),
-    ):
-        collections.clear()
-        with collected_evaluation(config):
-            pass
-        assert collections == expected
+    config, generations, found = TrainingConfig(**flags), [], []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: generations.append(generation))
+    for iteration in range(1, 301):
+        collect_after(iteration, config)
+        found += [iteration] * len(generations)
+        generations.clear()
+    with collected_evaluation(config):
+        pass
+    assert (found, generations) == (iterations, evaluation)
 
 
 def test_the_automatic_collector_is_off_for_the_run_alone():

@@ -9,15 +9,13 @@ import pytest
 from parity.layouts import BASE, NO_DROPOUT, Row
 from parity.worker import Outcome, one_thread, run_case
 
-from megatron.distributed.groups import ALONE
-from megatron.parallel import blocks
 from megatron.training import step
 
 FLAGS = (
     *BASE,
     *NO_DROPOUT.split(),
     *"--fp64 --train-iters 3 --lr-warmup-iters 1 --micro-batch-size 2".split(),
-    *"--num-layers 4 --log-layer-norms".split(),
+    *"--num-layers 4 --log-layer-norms --eod-mask-loss".split(),
 )
 UNTIED = "--untie-embeddings-and-output-weights --normalization RMSNorm"
 ONE_KEY = f"{UNTIED} --group-query-attention --num-query-groups 1"
@@ -81,23 +79,6 @@ def test_their_squares_add_up(alone, flags):
             assert set(parts) == {f"{kind}/{name}" for name in present}
             total = math.sqrt(sum(value * value for value in parts.values()))
             assert total == pytest.approx(row[kind], rel=1e-13) and min(parts.values()) > 0
-
-
-def counted_twice(flags: tuple[str, ...]) -> Outcome:
-    """A run in which each rank counts what it shares with others."""
-    with mock.patch.object(blocks, "holders", lambda box, groups: ALONE):
-        return run_case(flags)
-
-
-@pytest.mark.parametrize(
-    ("layout", "found"),
-    [("tp2", {f"layers.{i}" for i in range(4)} | {"embedding"}), ("pp2 1f1b", {"embedding"})],
-)
-def test_what_ranks_share_would_be_seen_if_it_counted_twice(gloo_world, alone, layout, found):
-    words = Row(layout, "gpt").words
-    outcomes = gloo_world(words.ranks).run(counted_twice, (*FLAGS, *words.flags))
-    seen = differing(alone[""], outcomes[0])
-    assert {f"params-norm/{name}" for name in found} <= seen
 
 
 def test_only_steps_that_are_logged_take_them():

@@ -98,20 +98,6 @@ def test_rates_count_every_token_and_every_rank_and_no_pause(
         assert row["consumed-tokens"] == row["consumed_samples"] * S
 
 
-# ---- norms of layers
-
-
-def test_norms_of_layers_are_parts_of_the_whole_norm(one_thread):
-    """Also where the gradient is scaled: masked tokens, a loss scale."""
-    flags = f"{NO_DROPOUT} --micro-batch-size 2 --eod-mask-loss --log-layer-norms "
-    flags += "--fp16 --initial-loss-scale 1024"
-    for row in rows_of(run_case((*BASE, *flags.split()))):
-        for kind in ("grad-norm", "params-norm"):
-            parts = [value for name, value in row.items() if name.startswith(f"{kind}/")]
-            assert len(parts) == L + 1  # the head is the embedding
-            assert math.hypot(*parts) == pytest.approx(row[kind], rel=1e-6)
-
-
 # ---- routers
 
 EXPERTS, TOP, MICRO, FACTOR = 4, 2, 2, 0.8

@@ -22,6 +22,7 @@ from logged import logged
 from megatron.tools._advisor import PlanningAdvisor
 from megatron.tools._plan import out_of_memory
 from megatron.tools._plan.out_of_memory import live_tensors
+from megatron.tools._report.metrics_file import read_metrics
 from megatron.tools._report.step_parts import step_table
 from torch.autograd import profiler
 from torch.autograd.graph import get_gradient_edge
@@ -31,7 +32,6 @@ from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.distributed.groups import Groups, one_process
 from megatron.model.build import build_model
-from megatron.observe.tracking import read_metrics
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import build_run_blocks
 from megatron.parallel.layer_runner import Graph
@@ -91,30 +91,30 @@ def test_traces_of_two_ranks(gloo_world, tmp_path, layout):
     assert world.run(trained, [*words, "--save", str(profiled), *PROFILE]) == [0, 0]
     assert results(plain) == results(profiled) and len(results(plain)) == 5
     assert not (plain / "profile").exists()
+    # 1. The ranges of both ranks.
     both = [annotations(profiled, rank) for rank in range(2)]
     names = {name for found in both for name in found}
-    common = {"data", "optimizer", "all-reduce world"}
     layers = {
         f"{kind} {layer} micro-batch 1"
         for kind in ("forward", "backward")
         for layer in ("embedding", "layers.0", "layers.1", "head")
     }
+    common = {"data", "optimizer", "all-reduce world"}
     assert names >= common | layers | RANGES[layout], names
+    # 2. The parts of the steps.
     steps = step_table(profiled / "profile")
     assert [(step.rank, step.iteration) for step in steps] == [(0, 3), (0, 4), (1, 3), (1, 4)]
     logged_times = {row["iteration"]: row for row in read_metrics(profiled / "metrics.jsonl")}
     for step in steps:
-        whole = both[step.rank][f"iteration {step.iteration}"]
-        assert [sum(step.parts.values())] == pytest.approx(whole, rel=0.01)
-        assert min(step.parts.values()) > 0
-        assert {"compute", "optimizer", "host", "data"} <= step.parts.keys()
-        assert step.parts["data"] <= sum(both[step.rank]["data"])
-        assert step.parts["exposed world"] <= sum(both[step.rank]["all-reduce world"])
+        ranges, parts = both[step.rank], step.parts
+        whole = ranges[f"iteration {step.iteration}"]
+        assert [sum(parts.values())] == pytest.approx(whole, rel=0.01) and min(parts.values()) > 0
+        assert {"compute", "optimizer", "host", "data"} <= parts.keys()
+        assert parts["data"] <= sum(ranges["data"])
+        assert parts["exposed world"] <= sum(ranges["all-reduce world"])
+        assert {EXPOSED[layout]} == {*EXPOSED.values()} & parts.keys()
         if step.rank == 0:  # without the time to log it
             assert logged_times[step.iteration]["iteration-time"] <= 1.01 * step.seconds
-    assert all(EXPOSED[layout] in step.parts for step in steps)
-    others = set(EXPOSED.values()) - {EXPOSED[layout]}
-    assert not any(others & step.parts.keys() for step in steps)
 
 
 @contextlib.contextmanager
@@ -132,6 +132,10 @@ def run(folder: Path, *flags: object) -> tuple[list[str], dict[str, list[float]]
     return lines, annotations(folder, 0) if there else None
 
 
+def between(start: int, end: int) -> tuple[object, ...]:
+    return "--profile", "--profile-step-start", start, "--profile-step-end", end
+
+
 @pytest.mark.full
 def test_steps_that_are_not_recorded_make_no_range(tmp_path):
     with no_range_is_made():
@@ -140,25 +144,22 @@ def test_steps_that_are_not_recorded_make_no_range(tmp_path):
         assert run(tmp_path / "other", "--train-iters", 2, "--profile-dir", "x")[1] is None
     # the control
     with no_range_is_made(), pytest.raises(AssertionError):
-        run(tmp_path / "on", "--profile", "--profile-step-start", 1, "--profile-step-end", 2)
+        run(tmp_path / "on", *between(1, 2))
 
 
 @pytest.mark.full
-def test_a_run_that_goes_on_between_the_steps_records_what_it_makes(tmp_path):
-    chosen = "--profile", "--profile-step-start", 1, "--profile-step-end", 4
-    saved = *chosen, "--save-interval", 2, "--exit-interval", 2
-    lines, found = run(tmp_path, *saved)
-    assert sorted(name for name in found if name.startswith("iteration")) == ["iteration 2"]
+def test_a_run_that_is_continued_between_the_steps_records_what_it_makes(tmp_path):
+    chosen = between(1, 4)
+    lines, found = run(tmp_path, *chosen, "--save-interval", 2, "--exit-interval", 2)
+    assert [name for name in found if name.startswith("iteration")] == ["iteration 2"]
     assert "save-checkpoint" in found
     assert any("where the steps went:\n| rank | steps | ms | compute" in line for line in lines)
     _, found = run(tmp_path, "--load", tmp_path, *chosen)
-    iterations = sorted(name for name in found if name.startswith("iteration"))
-    assert iterations == ["iteration 3", "iteration 4"]
+    assert {name for name in found if name.startswith("it")} == {"iteration 3", "iteration 4"}
     (tmp_path / "profile/rank-0.trace.json").unlink()
     lines, found = run(tmp_path, "--load", tmp_path, *chosen, "--train-iters", 5)
     assert found is None
-    late = run(tmp_path / "late", "--profile", "--profile-step-start", 5, "--profile-step-end", 6)
-    for shown in (lines, late[0]):
+    for shown in (lines, run(tmp_path / "late", *between(5, 6))[0]):
         assert any("warning: --profile: no step was recorded" in line for line in shown), shown
     assert not profiler._is_profiler_enabled
 
@@ -166,13 +167,13 @@ def test_a_run_that_goes_on_between_the_steps_records_what_it_makes(tmp_path):
 @pytest.mark.full
 def test_shapes_and_lines_of_python_are_recorded_where_they_are_asked_for(tmp_path):
     wanted = "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"
-    chosen = "--profile", "--profile-step-start", 0, "--profile-step-end", 1, "--train-iters", 1
-    run(tmp_path, *chosen, *wanted, "--profile-dir", tmp_path / "here")
-    text = (tmp_path / "here/rank-0.trace.json").read_text()
-    assert '"Input Dims"' in text and "pipeline.py" in text
-    run(tmp_path / "control", *chosen)
-    text = (tmp_path / "control/profile/rank-0.trace.json").read_text()
-    assert '"Input Dims"' not in text and "pipeline.py" not in text
+    for flags, folder, recorded in (
+        ((*wanted, "--profile-dir", tmp_path / "here"), "here", True),
+        ((), "False/profile", False),
+    ):
+        run(tmp_path / str(recorded), *between(0, 1), "--train-iters", 1, *flags)
+        text = (tmp_path / folder / "rank-0.trace.json").read_text()
+        assert ('"Input Dims"' in text, "pipeline.py" in text) == (recorded, recorded)
 
 
 def test_memory_history_acts_on_cuda_alone(tmp_path):

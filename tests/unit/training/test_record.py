@@ -6,7 +6,7 @@ import subprocess
 
 from megatron.config.groups import Config
 from megatron.distributed.groups import Layout
-from megatron.training.advisor import Verdict
+from megatron.training.advisor import Forecast, Verdict
 from megatron.training.banner import git_state, run_record
 
 
@@ -38,13 +38,12 @@ def test_git_state(tmp_path, monkeypatch):
 
 def test_record():
     verdict = Verdict("tight", "tight: the plan needs 79 GiB")
-    found = run_record(
-        Config(), Layout(tp=2, dp=3, pp=4), {"model": ["x"]}, verdict, {"step_s": 1.5}
-    )
+    forecast = Forecast(verdict=verdict, prediction={"step_s": 1.5})
+    found = run_record(Config(), Layout(tp=2, dp=3, pp=4), {"model": ["x"]}, forecast)
     assert found["config"] == Config().to_dict() and found["banner"] == {"model": ["x"]}
     assert found["layout"] == {"tp": 2, "cp": 1, "pp": 4, "dp": 3, "ranks": 24}
     assert found["memory"] == {"verdict": "tight", "reason": "tight: the plan needs 79 GiB"}
     assert found["prediction"] == {"step_s": 1.5}
     assert {"megatron", "torch", "python"} <= set(found["versions"])
-    without = run_record(Config(), Layout(), {}, None)
+    without = run_record(Config(), Layout(), {}, Forecast())
     assert "memory" not in without and "prediction" not in without

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import html
 import io
-import json
 import logging
 import re
 import sys
@@ -19,6 +18,7 @@ import torch
 from megatron.kernels import philox
 from parity.layouts import BASE, NO_DROPOUT, Row
 from parity.worker import one_thread, run_case
+from unit.observe.wandb_files import history
 
 from megatron.distributed import logs
 from megatron.training import loop
@@ -26,7 +26,6 @@ from megatron.training.evaluate import END, LONGEST_PROMPT, SampleText, write_sa
 from megatron.training.run import Run
 from pretrain_gpt import main
 from tools.generate import choose
-from tools.wandb_workspace import wandb_records
 
 LENGTH = 16
 FLAGS = (
@@ -158,17 +157,10 @@ def test_the_log_and_wandb_have_it(tmp_path: Path, monkeypatch, capsys):
     assert main([*flags, *more]) == 0
     lines = re.findall(r"sample text at iteration (\d+): (.*) \| (.*)", capsys.readouterr().out)
     assert [line[0] for line in lines] == ["1", "2", "3"]
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    rows = [
-        {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in items}
-        for record in wandb_records(path)
-        if (items := record.history.item)
-    ]
-    found = [
-        (row["iteration"], (path.parent / "files" / row["train/sample-text/path"]).read_text())
-        for row in rows
-        if "train/sample-text/path" in row
-    ]
+    (folder,) = tmp_path.glob("wandb/offline-run-*/files")
+    name = "train/sample-text/path"
+    rows = [row for row in history(tmp_path) if name in row]
+    found = [(row["iteration"], (folder / row[name]).read_text()) for row in rows]
     for (iteration, prompt, written), (at, page) in zip(lines, found, strict=True):
         assert at == int(iteration)
         text = html.unescape(re.sub("<.*?>", "|", page.split("<pre", 1)[1].split(">", 1)[1]))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from megatron.tools._report.metrics_file import read_metrics
 
 from megatron.checkpoint import manager
 from megatron.checkpoint.manifest import CheckpointError
@@ -21,7 +22,6 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.data.loader import Source
 from megatron.model.layer import HeadLayer
-from megatron.observe.tracking import read_metrics
 from megatron.training import loop, prepare, pretrain
 from megatron.training import step as training_step
 from pretrain_gpt import main
@@ -46,10 +46,8 @@ RESULTS = (
 def run(folder, *flags, code=0, base=TINY):
     """Run pretrain_gpt.py with --save and --load in `folder`; rows of metrics by iteration."""
     assert main([*map(str, (*base, "--save", folder, "--load", folder, *flags))]) == code
-    return {
-        row["iteration"]: {name: row.get(name) for name in RESULTS}
-        for row in read_metrics(folder / "metrics.jsonl")
-    }
+    rows = read_metrics(folder / "metrics.jsonl")
+    return {row["iteration"]: {name: row.get(name) for name in RESULTS} for row in rows}
 
 
 def start(flags):
@@ -57,12 +55,9 @@ def start(flags):
     return main([*TINY, *flags.split()])
 
 
-def bits(rows):
-    """Rows as text that is equal exactly when all floats are, NaN included."""
-    return {
-        iteration: {name: repr(value) for name, value in row.items()}
-        for iteration, row in rows.items()
-    }
+def newest(folder):
+    """The name of the newest checkpoint."""
+    return open_checkpoint(folder).path.name
 
 
 def tensors(folder, step=None):
@@ -84,9 +79,10 @@ def whole(tmp_path_factory):
     return folder, run(folder)
 
 
+OVERFLOWS = ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3]
 VARIANTS = {
     "bf16": ["--bf16"],
-    "fp16-overflows": ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3],
+    "fp16-overflows": OVERFLOWS,
     "no-dropout-llama": "--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMSNorm "
     "--position-embedding-type rope "
     "--untie-embeddings-and-output-weights --disable-bias-linear --qk-layernorm "
@@ -98,13 +94,13 @@ VARIANTS = {
 @pytest.mark.default("bf16", "fp16-overflows", "ramp-up")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_resume_is_bit_exact(tmp_path, name):
-    """Stop at 5, go on in a second run: every metric, weight and moment equals the uninterrupted
+    """Stop at 5, continue in a second run: every metric, weight and moment equals the uninterrupted
     run's.
     """
     whole = run(tmp_path / "whole", *VARIANTS[name])
     run(tmp_path / "parts", *VARIANTS[name], "--exit-interval", 5)
     parts = run(tmp_path / "parts", *VARIANTS[name])
-    assert bits(whole) == bits(parts) and len(whole) == 12
+    assert repr(whole) == repr(parts) and len(whole) == 12  # as text NaN is equal to itself
     assert all(math.isfinite(row["lm loss"]) for row in whole.values())
     assert_same(tensors(tmp_path / "whole"), tensors(tmp_path / "parts"))
     if name == "fp16-overflows":
@@ -127,56 +123,8 @@ def test_two_threads_give_the_same_bits_every_time(tmp_path, flags):
         first, second = (run(tmp_path / name, *large) for name in "ab")
     finally:
         torch.set_num_threads(before)
-    assert bits(first) == bits(second)
+    assert repr(first) == repr(second)
     assert_same(tensors(tmp_path / "a"), tensors(tmp_path / "b"))
-
-
-def test_the_seed_matters(tmp_path):
-    """Negative control of the equalities above."""
-    short = "--train-iters", 3
-    assert run(tmp_path / "a", *short) != run(tmp_path / "b", *short, "--seed", 7)
-
-
-# unit roundoffs
-PRECISIONS = {"": 2**-24, "--fp16 --initial-loss-scale 1024": 2**-11, "--bf16": 2**-8}
-
-
-def test_precisions_train_alike(tmp_path):
-    """Losses, gradient norms and weights of three SGD steps from equal weights, which are large
-    enough to matter.
-
-    A run of L layers rounds each activation about n = 12 L + 4 times on its way, each time by at
-    most u (parity/layouts.py): errors of 2 u sqrt(2 n) in gradients. A gradient that is off by e
-    moves the weights by lr e |g| in each step that its momentum lasts.
-    """
-    lr, momentum, steps = 0.01, 0.9, 3
-    flags = (
-        f"--optimizer sgd --lr {lr} --sgd-momentum {momentum} --lr-warmup-iters 0 "
-        "--lr-decay-style constant --weight-decay 0 --clip-grad 0"
-    )
-    flags += (
-        f" --train-iters {steps} --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0"
-    )
-    runs = {
-        flag: run(tmp_path / f"x{flag}", *flags.split(), *flag.split())
-        for flag in ("--fp64", *PRECISIONS)
-    }
-    weights = {flag: tensors(tmp_path / f"x{flag}") for flag in runs}
-    exact = runs["--fp64"]
-    norms = [exact[step]["grad-norm"] for step in range(1, steps + 1)]
-    reach = [sum(momentum**k for k in range(steps - step)) for step in range(steps)]
-    moved = lr * sum(norm * far for norm, far in zip(norms, reach))
-    for flag, roundoff in PRECISIONS.items():
-        bound = 2 * roundoff * math.sqrt(2 * (12 * 2 + 4))
-        for step, row in runs[flag].items():
-            assert row["lm loss"] == pytest.approx(exact[step]["lm loss"], rel=bound)
-            assert row["grad-norm"] == pytest.approx(exact[step]["grad-norm"], rel=bound)
-        assert runs[flag][1]["lm loss"] != exact[1]["lm loss"]
-        for name, expected in weights["--fp64"].items():
-            error = (weights[flag][name].double() - expected).norm()
-            far = moved / lr if name.startswith("optimizer.") else moved
-            # masters are fp32
-            assert error <= bound * far + steps * 2**-24 * expected.norm(), (flag, name)
 
 
 def test_evaluation_uses_the_same_batches(tmp_path, whole):
@@ -223,7 +171,7 @@ def test_a_reader_in_python_is_named_and_its_change_is_refused(tmp_path, capsys)
 
 def test_exit_duration(tmp_path):
     rows = run(tmp_path, "--exit-duration-in-mins", "0.0001", "--train-iters", 12)
-    assert list(rows) == [1] and open_checkpoint(tmp_path).path.name == "iter_0000001"
+    assert list(rows) == [1] and newest(tmp_path) == "iter_0000001"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +182,7 @@ def test_a_signal_saves_and_exits(tmp_path, monkeypatch, whole, number, code, fl
     signalled = signalling(training_step.forward_backward, number, after=3)
     monkeypatch.setattr(training_step, "forward_backward", signalled)
     run(tmp_path, *flags, code=code)
-    assert open_checkpoint(tmp_path).path.name == "iter_0000003"
+    assert newest(tmp_path) == "iter_0000003"
     monkeypatch.undo()
     assert run(tmp_path) == whole[1]
 
@@ -253,7 +201,7 @@ def test_a_signal_during_evaluation(tmp_path, monkeypatch, whole):
     """The evaluation is cut short, the run saved; the next start makes up for it."""
     monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, after=1))
     run(tmp_path, code=85)
-    assert open_checkpoint(tmp_path).path.name == "iter_0000004"
+    assert newest(tmp_path) == "iter_0000004"
     monkeypatch.undo()
     assert run(tmp_path) == whole[1]
 
@@ -310,12 +258,9 @@ def test_nan_stops_and_names_the_samples(tmp_path, monkeypatch, capsys):
     poison(monkeypatch, 11)
     run(tmp_path, "--train-iters", 6, code=1)
     text = capsys.readouterr().err
-    assert (
-        "iteration 3:" in text
-        and "micro-batch 1: loss, samples 10..11" in text
-        and "--nan-policy skip" in text
-        and "micro-batch 0" not in text
-    )
+    for words in ("iteration 3:", "micro-batch 1: loss, samples 10..11", "--nan-policy skip"):
+        assert words in text
+    assert "micro-batch 0" not in text
 
 
 def test_nan_is_skipped_on_request(tmp_path, monkeypatch, capsys):
@@ -325,9 +270,8 @@ def test_nan_is_skipped_on_request(tmp_path, monkeypatch, capsys):
     assert not math.isfinite(rows[3]["lm loss"] or math.nan) and math.isfinite(rows[4]["lm loss"])
     monkeypatch.undo()
     # the skipped step did not advance it
-    assert (
-        rows[4]["learning-rate"] == run(tmp_path / "clean", "--train-iters", 6)[3]["learning-rate"]
-    )
+    clean = run(tmp_path / "clean", "--train-iters", 6)
+    assert rows[4]["learning-rate"] == clean[3]["learning-rate"]
 
 
 def test_a_step_without_a_token_is_skipped(tmp_path, monkeypatch, capsys):
@@ -341,30 +285,6 @@ def test_a_step_without_a_token_is_skipped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Source, "batch", batch)
     run(tmp_path, "--train-iters", 4)
     assert "iteration 2: no valid token in samples 4..7" in capsys.readouterr().out
-
-
-def test_another_model_is_refused(tmp_path, capsys):
-    run(tmp_path, "--train-iters", 3)
-    run(tmp_path, "--train-iters", 3, "--hidden-size", 64, "--seed", 9, code=2)
-    message = capsys.readouterr().err
-    assert (
-        "--hidden-size: checkpoint 32, command line 64" in message
-        and "--seed: checkpoint 1234, command line 9" in message
-    )
-
-
-def test_another_schedule_needs_a_choice(tmp_path, capsys):
-    run(tmp_path, "--train-iters", 12, "--exit-interval", 4)
-    run(tmp_path, "--train-iters", 12, "--lr", 1e-3, code=2)
-    assert "--override-opt-param-scheduler" in capsys.readouterr().err
-    rows = run(tmp_path, "--train-iters", 8, "--lr", 1e-3, "--override-opt-param-scheduler")
-    assert [rows[i]["learning-rate"] for i in (4, 5)] == pytest.approx(
-        [
-            1e-2 * 0.5 * (1 + math.cos(math.pi * (4 - 2) / (12 - 2))),
-            1e-3 * 0.5 * (1 + math.cos(math.pi * (5 - 2) / (8 - 2))),
-        ],
-        rel=1e-12,
-    )
 
 
 def test_missing_checkpoint_is_refused(tmp_path, capsys):
@@ -382,9 +302,9 @@ def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
     """
     save_checkpoint = manager.save_checkpoint
 
-    def full_at(*iterations):
+    def full_at(full):
         def save(root, iteration, *rest, **ranks):
-            if iteration in iterations:
+            if iteration == full:
                 raise OSError(28, "No space left on device")
             return save_checkpoint(root, iteration, *rest, **ranks)
 
@@ -393,14 +313,11 @@ def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
     full_at(4)
     assert len(run(tmp_path / "a", "--save-interval", 4)) == 12
     shown = capsys.readouterr().out
-    assert (
-        "iteration 4 was NOT saved" in shown
-        and "No space left" in shown
-        and open_checkpoint(tmp_path / "a").path.name == "iter_0000012"
-    )
+    assert "iteration 4 was NOT saved" in shown and "No space left" in shown
+    assert newest(tmp_path / "a") == "iter_0000012"
     full_at(12)
     run(tmp_path / "b", "--save-interval", 4, code=1)
-    assert open_checkpoint(tmp_path / "b").path.name == "iter_0000008"
+    assert newest(tmp_path / "b") == "iter_0000008"
     full_at(5)
     run(tmp_path / "c", "--exit-interval", 5, code=1)
 
@@ -446,14 +363,9 @@ def test_rank_0_lists_the_faults_of_flags(capsys, monkeypatch):
     assert capsys.readouterr().err.splitlines() == [f"rank 1: {listed[1].strip()}"]
 
 
-def test_dry_run_trains_nothing(tmp_path, capsys):
-    assert start(f"--train-iters 3 --save {tmp_path / 'x'} --dry-run --world-size 2") == 0
-    assert "nothing was trained" in capsys.readouterr().out and not (tmp_path / "x").exists()
-
-
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3]],
+    [[], OVERFLOWS],
     ids=["fp32", "fp16-skips-steps"],
 )
 def test_a_run_that_ends_between_two_log_lines_loses_no_loss(tmp_path, capsys, flags):
@@ -472,7 +384,8 @@ def test_a_run_that_ends_between_two_log_lines_loses_no_loss(tmp_path, capsys, f
         parts = run(tmp_path / "parts", *every, *end)
     # 3 and 8 have the times of their saves
     logged = {iteration: row for iteration, row in parts.items() if row["lm loss"] is not None}
-    assert list(whole) == [5, 10, 12] and bits(logged) == bits(whole) and log_lines() == expected
+    assert list(whole) == [5, 10, 12] and repr(logged) == repr(whole)
+    assert log_lines() == expected
     assert compare_runs.main([str(tmp_path / "whole"), str(tmp_path / "parts")]) == 0
     assert bool(flags) == any("skipped iterations:   0" not in skips for _, skips in expected)
 
