@@ -415,30 +415,13 @@ def build_data(
     if opener.faults:
         raise DataError("\n".join(dict.fromkeys(opener.faults)))
 
-    # 2. The training blend, continued from the history of the run.
+    # 2. The training blend, continued from the history of the run; held-out sources are not mixed.
     source, notes = None, opener.notes
     if train:
-        streams = [stream for stream, _ in train]
-        names = [stream.dataset.prefix for stream in streams]
-        shares = quotas([weight for _, weight in train], names)
-        entries = []
-        for stream, name, share in zip(streams, names, shares):
-            source_id = {"id": stream.identity, "content": stream.content}
-            entries.append({**source_id, "name": name, "share": share})
-            of_blend = f"share {share}/{PATTERN} = {share / PATTERN:.6f}"
-            notes.append(f"{_size('train', stream)} an epoch, {of_blend}")
-        history, blend, changes = extend_history(history, consumed, entries)
-        source = opener.source("train", streams, blend, 1.0)
-        notes += changes
-
-    # 3. Sources of the held-out splits are not mixed.
+        history, source, lines = _blended(opener, train, history, consumed)
+        notes += lines
     for split, mixed in held_out.items():
-        if len(mixed) > 1:
-            notes.append(
-                f"{split}: each source is evaluated by itself; the loss of the blend is "
-                "their mean by weight (without weights: by tokens)"
-            )
-        notes += [_size(split, stream) for stream, _ in mixed]
+        notes += _held_out_notes(split, mixed)
     return Data(
         train=source,
         valid=opener.held_out("validation", held_out["valid"]),
@@ -447,6 +430,36 @@ def build_data(
         notes=notes,
         eod=tokenizer.eod,
     )
+
+
+def _blended(
+    opener: _Opener, train: Mixed, history: JsonObject | None, consumed: int
+) -> tuple[JsonObject, Source, list[str]]:
+    """The continued data history, the training samples and notes."""
+    streams = [stream for stream, _ in train]
+    names = [stream.dataset.prefix for stream in streams]
+    shares = quotas([weight for _, weight in train], names)
+    entries = [
+        {"id": stream.identity, "content": stream.content, "name": name, "share": share}
+        for stream, name, share in zip(streams, names, shares)
+    ]
+    history, blend, changes = extend_history(history, consumed, entries)
+    notes = [
+        f"{_size('train', stream)} an epoch, share {share}/{PATTERN} = {share / PATTERN:.6f}"
+        for stream, share in zip(streams, shares)
+    ]
+    return history, opener.source("train", streams, blend, 1.0), [*notes, *changes]
+
+
+def _held_out_notes(split: str, mixed: Mixed) -> list[str]:
+    notes = [_size(split, stream) for stream, _ in mixed]
+    if len(mixed) > 1:
+        notes.insert(
+            0,
+            f"{split}: each source is evaluated by itself; the loss of the blend is "
+            "their mean by weight (without weights: by tokens)",
+        )
+    return notes
 
 
 def _size(split: str, stream: TokenStream) -> str:

@@ -60,18 +60,20 @@ class StarvingExperts:
         if found <= self.known:
             return
         self.known |= found
-        # 1. The layer with most of them.
         worst = max(starved, key=lambda layer: len(starved[layer]))
-        # 2. The expert with most tokens, as a multiple of its layer's mean.
-        loads = {layer: max(tokens) * len(tokens) / sum(tokens) for layer, tokens in layers.items()}
-        full = max(loads, key=lambda layer: loads[layer])
-        busiest = layers[full].index(max(layers[full]))
         logger.warning(
             f"iteration {iteration}: no token went to {len(found)} of the "
             f"{sum(map(len, layers.values()))} experts of all layers; they are in {len(starved)} "
             f"of {len(layers)} layers with experts ({some([*starved], 8)}), most in {worst}: "
-            f"{len(starved[worst])} of {len(layers[worst])} ({some(starved[worst], 8)}); the "
-            f"busiest is {busiest} of {full}, with {loads[full]:.1f} times the mean; balance them "
-            "with --moe-aux-loss-coeff 0.01 or "
+            f"{len(starved[worst])} of {len(layers[worst])} ({some(starved[worst], 8)}); "
+            f"{_busiest(layers)}; balance them with --moe-aux-loss-coeff 0.01 or "
             "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
         )
+
+
+def _busiest(layers: Mapping[str, list[float]]) -> str:
+    """The expert with most tokens, as a multiple of its layer's mean."""
+    loads = {layer: max(tokens) * len(tokens) / sum(tokens) for layer, tokens in layers.items()}
+    worst = max(loads, key=lambda layer: loads[layer])
+    expert = layers[worst].index(max(layers[worst]))
+    return f"the busiest is {expert} of {worst}, with {loads[worst]:.1f} times the mean"

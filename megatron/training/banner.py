@@ -54,7 +54,7 @@ def describe(
     of the banner. `node`: GiB of this node and its number of ranks. Raises UserError when host
     memory does not suffice.
     """
-    config, checkpoint = prepared.config, prepared.checkpoint
+    config = prepared.config
     forecast = prepared.advisor.forecast(
         config, prepared.tokenizer.vocab_size, world_size, device, planned_for, node
     )
@@ -83,13 +83,16 @@ def describe(
         "time": planned["time"],
         "advice": planned["advice"],
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
-        "paths": [
-            f"save {config.checkpoint.save or '-'}; load {checkpoint.path if checkpoint else '-'}"
-        ],
+        "paths": [_paths_line(prepared)],
         "changed": prepared.changed,
         "notes": notes,
     }
     return replace(forecast, sections=sections)
+
+
+def _paths_line(prepared: Prepared) -> str:
+    save, loaded = prepared.config.checkpoint.save or "-", prepared.checkpoint
+    return f"save {save}; load {loaded.path if loaded else '-'}"
 
 
 def peak_tflops_of(config: Config, device: torch.device) -> float | None:
@@ -119,20 +122,26 @@ def _model_lines(prepared: Prepared) -> list[str]:
             f"{model.v_head_dim}"
         )
     lines.append(f"{parameters['total']:,} parameters ({', '.join(counts)})")
-    if layers := sum(model.expert_layers()):
-        # What one token passes through decides the cost; the total decides the memory.
-        active = active_parameters(model, tokenizer.vocab_size)
-        here = model.num_experts // expert_ranks(prepared.config).ep
-        lines.append(
-            f"{layers} of {model.num_layers} layers have {model.num_experts} experts of "
-            f"{model.moe_ffn_hidden_size}, {model.moe_router_topk} for each token: {active:,} "
-            f"parameters are active; {here} experts a rank, {model.moe_token_dispatcher_type}"
-        )
+    if any(model.expert_layers()):
+        lines.append(_expert_line(prepared))
     lines.append(
         f"vocabulary {tokenizer.vocab_size} ({tokenizer.name}), padded to {prepared.padded_vocab}"
     )
     frozen = prepared.config.optimizer.freeze
     return [*lines, f"frozen: {frozen}"] if frozen else lines
+
+
+def _expert_line(prepared: Prepared) -> str:
+    model = prepared.config.model
+    # What one token passes through decides the cost; the total decides the memory.
+    active = active_parameters(model, prepared.tokenizer.vocab_size)
+    here = model.num_experts // expert_ranks(prepared.config).ep
+    return (
+        f"{sum(model.expert_layers())} of {model.num_layers} layers have {model.num_experts} "
+        f"experts of {model.moe_ffn_hidden_size}, {model.moe_router_topk} for each token: "
+        f"{active:,} parameters are active; {here} experts a rank, "
+        f"{model.moe_token_dispatcher_type}"
+    )
 
 
 def _precision_line(config: Config) -> str:

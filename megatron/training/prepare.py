@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -84,31 +83,23 @@ def prepare(
     """
     world_size = world_size or world.size
     with raise_on_all_ranks(world, device):
-        # 1. Flags: the size of the vocabulary comes from the tokenizer, and other values follow
-        # from it. The planner chooses last: it needs all other values.
-        tokenizer = build_tokenizer(resolve(flags, world_size, None).config.data)
-        rows = tokenizer.vocab_size
-        resolved = resolve(flags, world_size, rows)
-        config, reasons = advisor.choose_recompute(
-            resolved.config, rows, world_size, planned_for or device.type
+        # 1. Flags.
+        tokenizer, config, reasons = _resolved(
+            flags, world_size, planned_for or device.type, advisor
         )
-        notes = [*notes, *resolved.notes, *reasons]
+        notes = [*notes, *reasons]
         schedule = ParamSchedule.of(config)
     # 2. The checkpoint: all ranks open the one that rank 0 finds.
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
     with raise_on_all_ranks(world, device):
-        # 3. What differs from the run that wrote it. What no flag accepts is refused at once.
+        # 3. What differs from the run that wrote it.
         progress, ledger = Progress(), None
         changes: list[Change] = []
         changed: list[str] = []
         if checkpoint is not None:
-            state = checkpoint.state
-            progress = _resumed_progress(checkpoint, config)
-            changes = changed_fields(state, config, rows, tokenizer.fingerprint)
-            if not all(change.accept for change in changes):
-                accept_changes(checkpoint, changes, config)
+            progress, changes = _resumed(checkpoint, config, tokenizer)
             # The blends that the run has read so far: the order of samples depends on them.
-            ledger = state["ledger"] if progress.iteration > 0 else None
+            ledger = checkpoint.state["ledger"] if progress.iteration > 0 else None
         # 4. The data, at the sample where the run continues. One rank is enough to scan the files
         # of --check-data.
         scanned = config if world.rank == 0 else config.with_fields("data", check_data=False)
@@ -116,28 +107,42 @@ def prepare(
         # 5. Changes that need permission are refused or noted; the schedule is the checkpoint's or
         # ours.
         if checkpoint is not None:
-            changes += changed_data(state, config, data.history)
+            changes += changed_data(checkpoint.state, config, data.history)
             notes += accept_changes(checkpoint, changes, config)
-            changed = logged_changes(state, config)
-            if not config.checkpoint.finetune:
-                changed += _schedule_lines(schedule, state["schedule"], config)
-                schedule = resumed_schedule(schedule, state["schedule"], config)
+            changed, schedule = _changes_at_resume(checkpoint, schedule, config)
     return Prepared(
-        config=config,
-        advisor=advisor,
-        tokenizer=tokenizer,
-        checkpoint=checkpoint,
-        progress=progress,
-        schedule=schedule,
-        data=data,
-        notes=notes,
-        changed=changed,
-        accepted={change.accept for change in changes},
+        config,
+        advisor,
+        tokenizer,
+        checkpoint,
+        progress,
+        schedule,
+        data,
+        notes,
+        changed,
+        {change.accept for change in changes},
     )
 
 
-def _resumed_progress(checkpoint: Checkpoint, config: Config) -> Progress:
-    """The progress of the checkpoint's run; at the start with --finetune."""
+def _resolved(
+    flags: GivenConfig, world_size: int, device: str, advisor: Advisor
+) -> tuple[Tokenizer, Config, list[str]]:
+    """The tokenizer, the configuration with derived and chosen values, and notes about them."""
+    # The size of the vocabulary comes from the tokenizer, and other values follow from it. The
+    # planner chooses last: it needs all other values.
+    tokenizer = build_tokenizer(resolve(flags, world_size, None).config.data)
+    rows = tokenizer.vocab_size
+    resolved = resolve(flags, world_size, rows)
+    config, reasons = advisor.choose_recompute(resolved.config, rows, world_size, device)
+    return tokenizer, config, [*resolved.notes, *reasons]
+
+
+def _resumed(
+    checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer
+) -> tuple[Progress, list[Change]]:
+    """The progress of the checkpoint's run, at the start with --finetune; and the differences from
+    it, except those of its data. One that no flag accepts is refused at once.
+    """
     state, finetune = checkpoint.state, config.checkpoint.finetune
     if not finetune and "schedule" not in state:
         raise CheckpointError(
@@ -145,20 +150,29 @@ def _resumed_progress(checkpoint: Checkpoint, config: Config) -> Progress:
             "to resume; give --finetune"
         )
     check_complete(checkpoint, weights_alone=finetune)
+    changes = changed_fields(state, config, tokenizer.vocab_size, tokenizer.fingerprint)
+    if not all(change.accept for change in changes):
+        accept_changes(checkpoint, changes, config)
     if finetune:
-        return Progress()
+        return Progress(), changes
     # Fields that an older version did not write take their defaults.
     names = [field.name for field in dataclasses.fields(Progress) if field.name in state]
-    return from_saved(Progress, {name: state[name] for name in names}, "state")
+    return from_saved(Progress, {name: state[name] for name in names}, "state"), changes
 
 
-def _schedule_lines(ours: ParamSchedule, theirs: dict[str, Any], config: Config) -> list[str]:
-    """What changes of the schedule, a line each for the banner."""
-    if config.evaluation.skip_train:
-        return []
-    from_checkpoint = config.optimizer.use_checkpoint_opt_param_scheduler
-    whose = "checkpoint" if from_checkpoint else "command line"
-    return [f"schedule: {line}; the {whose}'s is taken" for line in schedule_changes(ours, theirs)]
+def _changes_at_resume(
+    checkpoint: Checkpoint, schedule: ParamSchedule, config: Config
+) -> tuple[list[str], ParamSchedule]:
+    """What changes without permission, a line each, and the schedule that is used."""
+    changed = logged_changes(checkpoint.state, config)
+    if config.checkpoint.finetune or config.evaluation.skip_train:
+        return changed, schedule
+    theirs, whose = checkpoint.state["schedule"], "command line"
+    if config.optimizer.use_checkpoint_opt_param_scheduler:
+        whose = "checkpoint"
+    lines = schedule_changes(schedule, theirs)
+    changed += [f"schedule: {line}; the {whose}'s is taken" for line in lines]
+    return changed, resumed_schedule(schedule, theirs, config)
 
 
 def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> None:

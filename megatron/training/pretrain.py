@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,15 +113,9 @@ def start(
     with contextlib.ExitStack() as stack:
         stack.enter_context(job_log())
         warn_of_idle_gpus(launch, device)
-        groups = make_groups(layout_of(config, world_size), **group_options(config))
-        ranks = Ranks(groups.world, device, groups.pp.rank)
+        groups, ranks, local_checkpoints = _join(config, world_size, device)
 
         # 2. Everything that the run consists of.
-        options, local_checkpoints = config.checkpoint, None
-        if options.local_checkpoint_dir is not None:
-            local_checkpoints = LocalCheckpoints(
-                options.local_checkpoint_dir, ranks, options.local_redundancy
-            )
         prepared = prepare(
             flags, list(notes), groups.world, device, advisor, local_checkpoints, reader=reader
         )
@@ -176,6 +171,34 @@ def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.d
     return device
 
 
+def _join(
+    config: Config, world_size: int, device: torch.device
+) -> tuple[Groups, Ranks, LocalCheckpoints | None]:
+    """This rank among the others, and the checkpoints that their nodes hold."""
+    groups = make_groups(layout_of(config, world_size), **group_options(config))
+    ranks = Ranks(groups.world, device, groups.pp.rank)
+    folder, redundancy = (
+        config.checkpoint.local_checkpoint_dir,
+        config.checkpoint.local_redundancy,
+    )
+    local = None if folder is None else LocalCheckpoints(folder, ranks, redundancy)
+    return groups, ranks, local
+
+
+def _forecast_on_rank_0(
+    prepared: Prepared, groups: Groups, device: torch.device
+) -> Forecast | None:
+    """The forecast with the banner's sections, on rank 0; its UserError is raised on all ranks."""
+    # The plan takes seconds for thousands of ranks: rank 0 makes it, the others wait for its
+    # verdict.
+    with raise_on_all_ranks(groups.world, device):
+        if groups.rank != 0:
+            return None
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        node = pages / 2**30, read_launch().local_size
+        return describe(prepared, groups.world.size, device, node=node)
+
+
 def _dry_run(
     flags: GivenConfig, notes: Sequence[str], not_done: Sequence[str], advisor: Advisor
 ) -> int:
@@ -213,17 +236,12 @@ def build(
     """
     config, tokenizer, device = prepared.config, prepared.tokenizer, ranks.device
 
-    # 1. Kernels, the plan and --save are checked before memory is taken. The plan takes seconds
-    # for thousands of ranks: rank 0 makes it, the others wait for its verdict.
+    # 1. Kernels, the plan and --save are checked before memory is taken.
     check_kernels(prepared, device, ranks)
-    forecast = None
-    with raise_on_all_ranks(groups.world, device):
-        if groups.rank == 0:
-            pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            node = pages / 2**30, read_launch().local_size
-            forecast = describe(prepared, groups.world.size, device, node=node)
-    resumed = prepared.checkpoint is not None
-    lease = claim_save_folder(config, ranks, local_checkpoints, closing, resumed=resumed)
+    forecast = _forecast_on_rank_0(prepared, groups, device)
+    lease = claim_save_folder(
+        config, ranks, local_checkpoints, closing, resumed=prepared.checkpoint is not None
+    )
 
     # 2. The model, sharded, with its executor and optimizer.
     timing = make_timing(
@@ -237,12 +255,11 @@ def build(
 
     # 3. Trackers and the banner, which names their places.
     tracker = _open_tracker(prepared, forecast, groups, not_done)
-    device_names = sorted(set(ranks.gather_or_raise(lambda: device_name(device))))
     return Run(
         config=config,
         groups=groups,
         device=device,
-        device_names=", ".join(device_names),
+        device_names=", ".join(sorted({*ranks.gather_or_raise(partial(device_name, device))})),
         tokenizer=tokenizer,
         padded_vocab=prepared.padded_vocab,
         model=pipeline.model,

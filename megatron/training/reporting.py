@@ -66,15 +66,9 @@ def log(run: Run, interval: Interval, learning_rates: StepRates) -> Interval:
     if run.groups.pp.size > 1:
         timeline = pipeline_timeline(run)
         metrics["pipeline-bubble-fraction"] = timeline.bubble
-    metrics |= _weight_metrics(run) | _layer_norms(run, step)
-    if run.config.checkpoint.save is not None:
-        metrics |= run.timing.events.goodput(progress.iteration)
-    more, watch = [], run.timing.stragglers
-    if watch is not None:  # which rank keeps the others waiting
-        metrics |= watch.add(rows_of_ranks(step.rank_times, run.groups.world.size))
-        more = watch.fields(metrics)
+    metrics |= _weight_metrics(run) | _layer_norms(run, step) | _timing_metrics(run, step)
     # 3. The line of the console, and the trackers' row.
-    end = last_iteration(run.config, progress)
+    end, watch = last_iteration(run.config, progress), run.timing.stragglers
     line = training_line(
         progress.iteration,
         end,
@@ -82,18 +76,23 @@ def log(run: Run, interval: Interval, learning_rates: StepRates) -> Interval:
         skipped=progress.open_skipped,
         nan=progress.open_nan,
         eta_seconds=max(0, end - progress.iteration) * seconds,  # without evaluations and saves
-        more=more,
+        more=[] if watch is None else watch.fields(metrics),
     )
     logger.info(line)
     run.starving.look(step.scalars, progress.iteration)
     run.tracker.log(progress.iteration, metrics)
     if timeline is not None:
-        title = f"{timeline.schedule}, the step of iteration {progress.iteration}"
-        page = partial(run.advisor.draw_timeline, title, timeline)
-        run.tracker.show("pipeline-timeline", page, last=step.batch.is_last)
+        _show(run, timeline, last=step.batch.is_last)
     # 4. The next interval begins; what is open is saved with a checkpoint that comes between lines.
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())
+
+
+def _show(run: Run, timeline: Timeline, *, last: bool) -> None:
+    """The picture of a time line, where the tracker wants it."""
+    title = f"{timeline.schedule}, the step of iteration {run.progress.iteration}"
+    page = partial(run.advisor.draw_timeline, title, timeline)
+    run.tracker.show("pipeline-timeline", page, last=last)
 
 
 def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
@@ -175,6 +174,17 @@ def _layer_norms(run: Run, step: StepMetrics) -> dict[str, float]:
         names.remove("head")
     trained = {f"grad-norm/{n}": v for n, v in zip(names, gradients) if n not in frozen}
     return trained | {f"params-norm/{name}": value for name, value in zip(names, weights)}
+
+
+def _timing_metrics(run: Run, step: StepMetrics) -> dict[str, float]:
+    """Goodput, and which rank keeps the others waiting."""
+    metrics: dict[str, float] = {}
+    watch = run.timing.stragglers
+    if run.config.checkpoint.save is not None:
+        metrics |= run.timing.events.goodput(run.progress.iteration)
+    if watch is not None:
+        metrics |= watch.add(rows_of_ranks(step.rank_times, run.groups.world.size))
+    return metrics
 
 
 def consumed(run: Run) -> dict[str, float]:

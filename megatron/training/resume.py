@@ -353,12 +353,10 @@ def saved_schedule(saved: dict[str, Any]) -> ParamSchedule:
 
 def resumed_schedule(ours: ParamSchedule, theirs: dict[str, Any], config: Config) -> ParamSchedule:
     """The schedule of the resumed run: the command line's when equal or overridden, the
-    checkpoint's when asked for. --skip-train uses neither.
+    checkpoint's when asked for.
 
     Raises CheckpointError when they differ and neither flag chooses.
     """
-    if config.evaluation.skip_train:
-        return ours
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         return saved_schedule(theirs)
     # Which of the two is meant cannot be known: the user chooses, or nothing is trained.

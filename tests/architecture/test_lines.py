@@ -10,11 +10,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LINES = {
     "megatron/checkpoint": 5066,
     "megatron/config": 5183,
-    "megatron/data": 1649,
-    "megatron/observe": 1473,
+    "megatron/data": 1589,
+    "megatron/observe": 1182,
     "megatron/optimizer": 1551,
     "megatron/parallel": 3436,
-    "megatron/training": 3906,
+    "megatron/training": 3680,
 }
 
 
