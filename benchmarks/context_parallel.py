@@ -41,7 +41,7 @@ from torch import Tensor
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout, build_groups
-from megatron.model.attention.attention import SelfAttention, mask_of, steps_of
+from megatron.model.attention.attention import SelfAttention, seen_by_queries
 from megatron.model.attention.context_parallel import ContextParallel, Places, places_of_ranks
 
 SHAPES = {  # name: positions, query heads, key/value heads
@@ -105,14 +105,14 @@ def ours(kind: str, shape: tuple[int, int, int], tensors: list[Tensor]) -> Syste
         hidden_dropout=0.0,
     )
     places = torch.from_numpy(places_of_ranks(length, cp))
-    held = Places.of(places, cp)._replace(steps=steps_of(config, cp, places, None))
+    held = Places.of(places, cp)
     layer = SelfAttention(config, 0, 0, cp=cp)
-    mask = held.steps[0].mask if held.steps else mask_of(config, length, None)
+    seen = seen_by_queries(config, length, None, cp, held)
     *qkv, dout = (x[held.own].float() for x in tensors)
 
     def turn() -> list[Tensor]:
         parts = [x.detach().requires_grad_() for x in qkv]
-        out = layer.core(*parts, mask=mask, dropout_state=None, training=False, places=held)
+        out = layer.core(*parts, seen=seen, dropout_state=None)
         out.backward(dout.flatten(2))
         return [out.detach().unflatten(2, (heads, -1)), *(x.grad for x in parts)]
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from megatron.model.attention.rotary import apply_rotary
 from megatron.model.dropout import Dropout, DropoutState
-from megatron.model.main_grad import wgrad_gemm
+from megatron.model.linear import wgrad_gemm
 from megatron.optimizer.optimizer import sum_of_squares as torch_sum
 
 COPY_SHARE = 0.85  # of the copy's bandwidth: what the predictions of memory-bound operators assume

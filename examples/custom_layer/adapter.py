@@ -10,8 +10,7 @@ import pretrain_gpt
 from megatron.config.groups import ModelConfig
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import MicroBatch, TransformerLayer
-from megatron.model.spec import declare_grad_sum, parts_under
-from megatron.model.tensor_parallel import TensorParallel
+from megatron.model.spec import TensorParallel, declare_grad_sum, parts_under
 
 WIDTH = 8
 

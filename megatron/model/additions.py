@@ -17,10 +17,8 @@ from megatron.model.gpt import GPTModel
 
 
 def check_additions(model: GPTModel) -> None:
-    """Raises ValueError that names every parameter, buffer and module that a run could not train,
-    keep or repeat.
-    """
-    faults = [*_shared(model), *_values(model), *_gradients(model), *_state(model)]
+    """Raises ValueError that names what a run could not train, keep or repeat."""
+    faults = [*_shared(model), *_undeclared(model), *_state(model)]
     if faults:
         raise ValueError(
             "\n  ".join(["modules in the model that cannot be trained as they are:", *faults])
@@ -28,9 +26,7 @@ def check_additions(model: GPTModel) -> None:
 
 
 def _shared(model: GPTModel) -> Iterator[str]:
-    """Parameters that several layers share: a block belongs to one layer, and is gathered for it
-    alone.
-    """
+    """Shared parameters: a block belongs to one layer, and is gathered for it alone."""
     # A tied head is the embedding's matrix on purpose.
     tied = model.head is not None and model.head.weight
     users = Counter(
@@ -44,36 +40,28 @@ def _shared(model: GPTModel) -> Iterator[str]:
             yield f"{name}: {users[parameter]} layers share it; give each its own"
 
 
-def _values(model: GPTModel) -> Iterator[str]:
-    """What is not trained, and what declares no initial values and has no usual ones."""
-    for name, parameter in model.named_parameters():
-        kind = name.rpartition(".")[2]
-        spec = getattr(parameter, "spec", None)
-        if not parameter.requires_grad and (spec is None or spec.group != "state"):
+def _undeclared(model: GPTModel) -> Iterator[str]:
+    """Parameters that are not trained, that have no initial values, or of which nothing specifies
+    how their gradients are summed; names that stand for another tensor.
+    """
+    holder: dict[str, str] = {}  # logical name -> parameter
+    for name, parameter, spec in model.declared():
+        if not parameter.requires_grad and spec.group != "state":
             yield f"{name}: requires_grad is False, but only whole units can be frozen (--freeze)"
         # Of an ordinary module matrices are drawn, scales are ones and biases zeros.
-        usual = parameter.dim() == 2 or parameter.dim() == 1 and kind in ("weight", "bias")
-        if not hasattr(parameter, "spec") and not usual:
+        is_usual = parameter.dim() == 2 or (
+            parameter.dim() == 1 and name.rpartition(".")[2] in ("weight", "bias")
+        )
+        if not hasattr(parameter, "spec") and not is_usual:
             yield (
                 f"{name} {list(parameter.shape)}: its initial values are not declared; "
                 "make it a matrix, or a vector called weight (ones) or "
                 "bias (zeros), or let its module declare it (megatron/model/spec.py)"
             )
-
-
-def _gradients(model: GPTModel) -> Iterator[str]:
-    """Names that stand for another tensor, and under tensor parallelism parameters of which nothing
-    specifies how their gradients are summed.
-    """
-    holder: dict[str, str] = {}  # logical name -> parameter
-    for name, _, spec in model.declared():
         for tensor in spec.tensors:
             other = holder.setdefault(tensor.name, name)
             if other != name and tensor.copies != "tied":
-                yield (
-                    f"{name}: its name in checkpoints is that of {other} too; call it "
-                    "something else"
-                )
+                yield f"{name}: its name in checkpoints is that of {other} too; rename it"
             # Only the module's author knows whether the ranks see the same values or parts of a
             # sum.
             if model.tp.size > 1 and tensor.grad_sum is None:

@@ -29,9 +29,7 @@ from megatron.model.spec import ParameterSpec
 
 
 def padded_vocab_size(vocab_size: int, model: ModelConfig, tp: int = 1) -> int:
-    """Rows of the embedding and head matrices: padded-vocab-size, or the vocabulary rounded up to
-    make-vocab-size-divisible-by x tensor-parallel size.
-    """
+    """Rows of the vocabulary's matrices: --padded-vocab-size, or rounded up for `tp` parts."""
     if model.padded_vocab_size is not None:
         return model.padded_vocab_size
     # each rank's part is a multiple of make-vocab-size-divisible-by
@@ -43,8 +41,7 @@ def elements(
     parameters: Iterable[ParameterSpec], tp: int = 1, experts: ExpertRanks = ExpertRanks()
 ) -> int:
     """Elements of these parameters on one of `tp` tensor-parallel ranks, padding included; of
-    experts, on one of the ranks that divide them. What is not trained by design, such as the bias
-    of a router, is no parameter.
+    experts, on one of the ranks that divide them. A "state", such as a router's bias, counts none.
     """
     total = 0
     for spec in parameters:
@@ -57,9 +54,8 @@ def elements(
 
 def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[str, int]:
     """Parameters by kind and in `total` that each of `tp` ranks holds; `vocab_size` is the real
-    vocabulary, or the padded one to count stored rows, over all ranks. Norms, positions, biases of
-    row-parallel layers and a key/value head that several ranks share are held whole. Experts, where
-    there are any, are all of them.
+    vocabulary, or the padded one to count stored rows. Norms, positions, biases of row-parallel
+    layers and a key/value head that several ranks share are held whole; experts are all of them.
     """
     matrix = elements([vocabulary_matrix(model, vocab_size, vocab_size)], tp)
     experts = ("experts", "router") if any(model.expert_layers()) else ()
@@ -115,10 +111,9 @@ def unit_parameters(
 
 @lru_cache
 def unit_flops(model: ModelConfig, seq: int, vocab: int) -> tuple[int, ...]:
-    """Floating-point operations of each unit's forward pass per token: 2 for each element of a
-    linear layer's weight, of a router's and of those of the experts that a token goes through, and
-    (q + v) seq for the causal half of attention, where v is the width of all heads' values; 2 h V
-    for the head, none for the embedding.
+    """FLOPs of each unit's forward pass per token: 2 for each element of a linear layer's weight,
+    of a router's and of those of the experts that a token goes through, and (q + v) seq for the
+    causal half of attention, where v is the width of all heads' values; 2 h V for the head.
     """
     # Once a kind of layer: a model has a few kinds, and may have hundreds of layers.
     kinds = {index: _layer_flops(model, index, seq) for index in distinct_layers(model)}
@@ -145,9 +140,9 @@ def _layer_flops(model: ModelConfig, index: int, seq: int) -> int:
 
 
 def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:
-    """Floating-point operations of forward and backward over `batch` samples of `seq` tokens,
-    without recomputation: a backward pass costs two forward passes. With the padded vocabulary it
-    is Megatron-LM's count, with the real one the count for MFU.
+    """FLOPs of forward and backward (two forward passes) over `batch` samples of `seq` tokens,
+    without recomputation. The padded vocabulary gives Megatron-LM's count, the real one that for
+    MFU.
     """
     # forward, dgrad, wgrad
     return 3.0 * batch * seq * sum(unit_flops(model, seq, vocab))
@@ -182,9 +177,7 @@ _PEAKS = (
 
 
 def peak_tflops(device_name: str, dtype: Any) -> float | None:
-    """Dense peak of a device in TFLOP/s for a torch dtype (or its name); None for unknown devices,
-    CPUs and other precisions.
-    """
+    """Dense peak in TFLOP/s for a torch dtype or its name; None if it is not known."""
     # Patterns are in the order of specificity: H100 PCIe before H100.
     precision = str(dtype).removeprefix("torch.")
     for pattern, half, single in _PEAKS:
@@ -200,9 +193,7 @@ def global_batch_size_at(consumed: int, config: Config) -> int:
 
 
 def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | None]]:
-    """(samples consumed before, batch size, steps of that size or None for all that follow), from
-    `consumed` on.
-    """
+    """(samples before, batch size, steps of that size or None: all others), from `consumed` on."""
     steps = batch_steps(config.training, config.data.seq_length)
     index = bisect_right(steps, consumed, key=itemgetter(0))
     while index < len(steps):
@@ -215,9 +206,7 @@ def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | Non
 
 
 def iterations_for(samples: int, config: Config, consumed: int = 0) -> int:
-    """Steps that bring a run from `consumed` to at least `samples` samples, through all batch
-    sizes.
-    """
+    """Steps that bring a run from `consumed` to at least `samples` samples."""
     iterations = 0
     for before, size, steps in _stages(config, consumed):
         # full steps of this batch size; the last may consume more than is asked for

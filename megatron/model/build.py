@@ -16,9 +16,8 @@ from megatron.model.experts.moe import ExpertParallel
 from megatron.model.fp8 import mark_fp8
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels, compute_dtype
-from megatron.model.spec import ParameterSpec
+from megatron.model.spec import ParameterSpec, TensorParallel
 from megatron.model.stages import Stage, pipeline_stages
-from megatron.model.tensor_parallel import TensorParallel
 
 
 def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.device) -> GPTModel:
@@ -91,9 +90,7 @@ def hidden_shape(config: Config) -> tuple[int, int, int]:
 
 @functools.cache
 def declared(model: ModelConfig, vocab_size: int) -> dict[str, ParameterSpec]:
-    """What a whole model's parameters declare, by name, those of modules that were added to it too.
-    Nothing is allocated.
-    """
+    """What a whole model's parameters declare, by name. Nothing is allocated."""
     # Parameters are born on the meta device, so the whole model costs no memory.
     described = GPTModel(
         model,
@@ -117,9 +114,7 @@ def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ..
 
 @functools.cache
 def trained_names(model: ModelConfig, vocab_size: int) -> frozenset[str]:
-    """The logical tensors of a model that are trained; the others are kept with the weights, and an
-    optimizer holds nothing for them.
-    """
+    """The logical tensors of a model that are trained; the optimizer knows no others."""
     return frozenset(
         tensor.name
         for spec in declared(model, vocab_size).values()

@@ -21,7 +21,7 @@ from megatron.model.dropout import Dropout
 from megatron.model.layer import TransformerLayer
 from megatron.model.linear import DEFERRED, Linear, _ColumnLinear, _Linear, _RowLinear
 from megatron.model.mlp import MLP
-from megatron.model.tensor_parallel import TensorParallel
+from megatron.model.spec import TensorParallel
 
 # graphs of one rank at most: the first, a middle and the last layer, each in MODES
 GRAPHS = 9
@@ -33,10 +33,9 @@ BACKEND = "inductor"
 def compile_layers(model: nn.Module, device: torch.device) -> None:
     """Let torch.compile fuse what is between the GEMMs of each transformer layer.
 
-    Layers of one kind share a graph, which is made at the first forward pass. A layer that cannot
-    be traced whole, or that would need more than GRAPHS graphs (more where layers differ in
-    windows or positions), is an error of torch.compile's there. Raises UserError where there is no
-    compiler.
+    Layers of one kind share a graph, which is made at the first forward pass. torch.compile raises
+    there if it cannot trace a layer whole, or needs more than GRAPHS graphs (more where layers
+    differ in windows or positions); UserError where there is no compiler.
     """
     _find_compiler(device)
     torch._dynamo.reset()  # graphs of another model in this process would count, too
@@ -66,9 +65,7 @@ def _find_compiler(device: torch.device) -> None:
 
 
 def _prepare(layer: TransformerLayer, device: torch.device) -> None:
-    """Give a layer's modules their traceable functions. What differs from layer to layer, or exists
-    once a rank, is kept where a graph does not take it for a constant.
-    """
+    """Give a layer's modules traceable functions, and what differs by layer as no constant."""
     for module in layer.modules():
         if isinstance(module, Linear):
             module.weight.tensor_parallel = module.tp

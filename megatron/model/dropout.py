@@ -17,22 +17,14 @@ from megatron.kernels.dropout import dropout_add
 
 @dataclass(frozen=True)
 class DropoutState:
-    """The position of a micro-batch: sample_ids [b] are the run's sample numbers, token_index [s]
-    positions within the sample.
-    """
+    """Sample numbers [b] within the run, and positions [s] within the samples."""
 
     sample_ids: Tensor
     token_index: Tensor
 
 
-def _apply(x: Tensor, keep: Tensor, probability: float) -> Tensor:
-    return x * keep * (1 / (1 - probability))
-
-
 class _TritonDropout(torch.autograd.Function):
-    """Dropout of x, with the residual added where there is one, by kernels/dropout.py: nothing of
-    size s b h is kept.
-    """
+    """Dropout of x plus the residual, if there is one; keeps nothing of size s b h."""
 
     @staticmethod
     def forward(
@@ -67,16 +59,12 @@ class Dropout:
         return self.probability > 0 and state is not None
 
     def keep_words_on(self, device: torch.device) -> None:
-        """Have the key in tensors: as numbers it would be a constant of a compiled graph, and every
-        layer would need its own graph.
-        """
+        """Keep the key in tensors: numbers would be constants of one compiled graph per layer."""
         k0, k1 = self.key
         self.words = torch.tensor(k0, device=device), torch.tensor(k1, device=device)
 
     def hidden(self, x: Tensor, state: DropoutState | None) -> Tensor:
-        """Drop elements of x [s, b, h]; the identity when state is None (evaluation) or the
-        probability is 0.
-        """
+        """Dropout of x [s, b, h]; the identity in evaluation (state None) or at probability 0."""
         if not self.acts(state):
             return x
         if self.backend == "triton":
@@ -87,7 +75,7 @@ class Dropout:
         # [s, b]
         rows = torch.broadcast_tensors(state.sample_ids[None, :], state.token_index[:, None])
         keep = philox.keep_mask(self.words, [word.flatten() for word in rows], h, self.probability)
-        return _apply(x, keep.view(s, b, h), self.probability)
+        return x * keep.view(s, b, h) * (1 / (1 - self.probability))
 
     def add(self, x: Tensor, residual: Tensor, state: DropoutState | None) -> Tensor:
         """residual + hidden(x)."""

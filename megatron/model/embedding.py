@@ -11,14 +11,11 @@ from torch import Tensor, nn
 
 from megatron.config.workspace import SCRATCH_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from megatron.model.spec import ParameterSpec
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.spec import NO_TP, ParameterSpec, TensorParallel
 
 
 def accumulate_embedding_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
-    """main_grad [v, h] += dy [s, b, h] at the rows ids [s, b]; deterministic, no dense matrix of
-    the weight's size.
-    """
+    """main_grad [v, h] += dy [s, b, h] at rows ids [s, b]: deterministic, no dense matrix."""
     ids, dy = ids.flatten(), dy.flatten(0, -2)
     if main_grad.is_cuda:
         # sorts the ids and adds in order, where index_add_ adds atomically
@@ -32,9 +29,8 @@ def accumulate_embedding_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> Non
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of the table by ids. Where tensor-parallel ranks share it: of this rank's part, zeros
-    elsewhere, summed over the axis (under SP each rank keeps its part of the sequence); the
-    backward pass is an all-gather of dy under SP, else nothing.
+    """Rows of the table by ids. Under TP of this rank's part, zeros elsewhere, summed over the axis
+    (under SP each rank keeps its part of the sequence); the backward pass gathers dy under SP.
     """
 
     @staticmethod

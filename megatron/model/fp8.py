@@ -130,17 +130,20 @@ class Fp8Gemms:
         return Factor(dy.flatten(0, -2), self.grad_dtype, 1 if self.split == 0 else None, **wanted)
 
     def _quantise(self, *factors: Factor) -> list[Quantised]:
-        """Each of the factors in 8 bits, with the scales of the whole tensors that they are parts
-        of.
-        """
-        # The maxima of all factors first, so that one all-reduce an axis serves them.
-        found = [self._maxima(factor) for factor in factors]
-        for axis, shares in ((self.axis, self._shares), (self.cp, self._shares_positions)):
+        """The factors in 8 bits, scaled by the maxima of the whole tensors."""
+        # The maxima of all factors first, so that one all-reduce an axis serves them; none where no
+        # other rank has parts, and what quantises may find them itself.
+        shares = [self._shares(factor) for factor in factors]
+        found: list[Maxima | None] = []
+        for factor, of_axes in zip(factors, shares, strict=True):
+            find = find_maxima if factor.x.is_cuda else maxima_reference
+            found.append(find(factor.x, self.scaling) if any(map(any, of_axes)) else None)
+        for index, axis in enumerate((self.axis, self.cp)):
             shared = [
                 amax
-                for factor, maxima in zip(factors, found, strict=True)
+                for maxima, of_axes in zip(found, shares, strict=True)
                 if maxima is not None
-                for amax, is_shared in zip(maxima, shares(factor), strict=True)
+                for amax, is_shared in zip(maxima, of_axes[index], strict=True)
                 if is_shared
             ]
             if shared:
@@ -160,32 +163,19 @@ class Fp8Gemms:
             for factor, maxima in zip(factors, found, strict=True)
         ]
 
-    def _shares(self, factor: Factor) -> tuple[bool, bool]:
-        """Whether ranks of `axis` hold parts of what shares a scale in what is wanted of a factor,
-        as it is and transposed. Blocks never cross ranks.
+    def _shares(self, factor: Factor) -> tuple[tuple[bool, bool], tuple[bool, bool]]:
+        """Whether ranks of `axis`, and of `cp`, hold parts of what shares a scale in what is wanted
+        of a factor, as it is and transposed.
         """
-        if factor.split is None or self.scaling == "block":
-            return False, False
-        # A row's scale spans the summed dimension: ranks share it where that is cut.
         whole = self.scaling == "tensor"
-        return (
-            factor.plain and (whole or factor.split == 1),
-            factor.transposed and (whole or factor.split == 0),
-        )
-
-    def _shares_positions(self, factor: Factor) -> tuple[bool, bool]:
-        """The same of context-parallel ranks, which hold other tokens."""
-        # Context-parallel ranks hold other rows of a tensor: only a scale of the whole tensor spans
-        # them.
-        shares = factor.of_tokens and self.scaling == "tensor" and self.cp.size > 1
-        return shares and factor.plain, shares and factor.transposed
-
-    def _maxima(self, factor: Factor) -> Maxima | None:
-        """This rank's, where others have parts; None where what quantises may find them itself."""
-        if not any((*self._shares(factor), *self._shares_positions(factor))):
-            return None
-        find = find_maxima if factor.x.is_cuda else maxima_reference
-        return find(factor.x, self.scaling)
+        # A row's scale spans the summed dimension: ranks share it where that is cut. Blocks never
+        # cross ranks.
+        is_cut = factor.split is not None and self.scaling != "block"
+        rows, columns = (is_cut and (whole or factor.split == summed) for summed in (1, 0))
+        # Context-parallel ranks hold other rows: only a scale of the whole tensor spans them.
+        tokens = whole and factor.of_tokens and self.cp.size > 1
+        of_axis = factor.plain and rows, factor.transposed and columns
+        return of_axis, (factor.plain and tokens, factor.transposed and tokens)
 
 
 def scaled_gemm(

@@ -1,8 +1,5 @@
-"""The GPT model, or the stages of it that one pipeline rank holds: word embedding, transformer
-layers, head.
-
-It holds the layers of each stage in order; parallel/pipeline.py runs them. s sequence, b batch, h
-hidden, v vocabulary.
+"""The GPT model, or the stages of it that one pipeline rank holds: the layers of each stage in
+order, which parallel/pipeline.py runs. s sequence, b batch, h hidden, v vocabulary.
 """
 
 from __future__ import annotations
@@ -16,24 +13,22 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig, TrainingConfig
 from megatron.config.layers import windows_of
-from megatron.model.attention.attention import mask_of, steps_of
-from megatron.model.attention.context_parallel import NO_CP, ContextParallel, Places
+from megatron.model.attention.attention import seen_by_queries
+from megatron.model.attention.context_parallel import ContextParallel, Places
 from megatron.model.attention.rotary import RotaryTables
 from megatron.model.dropout import DropoutState
-from megatron.model.experts.moe import NO_EP, ExpertParallel, MoE, expert_tokens
+from megatron.model.experts.moe import ExpertParallel, MoE, expert_tokens
 from megatron.model.layer import (
     EmbeddingLayer,
     HeadLayer,
     Layer,
     MicroBatch,
     ScalarSpec,
-    Seen,
     TransformerLayer,
 )
 from megatron.model.recompute import stage_offload, stage_recompute
-from megatron.model.spec import ParameterSpec, spec_of
+from megatron.model.spec import NO_TP, ParameterSpec, TensorParallel, spec_of
 from megatron.model.stages import Stage, whole
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
 def layer_names(config: ModelConfig) -> list[str]:
@@ -62,8 +57,8 @@ class GPTModel(nn.Module):
         dtype: torch.dtype,
         seed: int,
         tp: TensorParallel = NO_TP,
-        cp: ContextParallel = NO_CP,
-        ep: ExpertParallel = NO_EP,
+        cp: ContextParallel = ContextParallel(),
+        ep: ExpertParallel = ExpertParallel(),
         stages: tuple[Stage, ...] | None = None,
     ):
         super().__init__()
@@ -103,6 +98,16 @@ class GPTModel(nn.Module):
         self.layers_by_stage = [self._layers_of(stage) for stage in stages]
         self.scalars = self._scalars()
 
+    def _scalars(self) -> tuple[ScalarSpec, ...]:
+        """What the layers of the whole model return alongside their output, the same on every rank.
+        Layers that return a number of the same name share its sum.
+        """
+        specs: dict[ScalarSpec, None] = {}
+        for index in range(self.config.num_layers):
+            own = self.layer_class.scalars(self.config, index, self.tp.sequence)
+            specs |= dict.fromkeys(own)
+        return tuple(specs)
+
     def _layers_of(self, stage: Stage) -> list[tuple[str, Layer]]:
         """The named layers of a stage."""
         layers: Any = self.layers
@@ -112,20 +117,8 @@ class GPTModel(nn.Module):
             *([("head", self.head)] if stage.head else []),
         ]
 
-    def _scalars(self) -> tuple[ScalarSpec, ...]:
-        """What the layers of the whole model return alongside their output, the same on every
-        rank. Layers that return a number of the same name share its sum.
-        """
-        found: dict[ScalarSpec, None] = {}
-        for index in range(self.config.num_layers):
-            own = self.layer_class.scalars(self.config, index, self.tp.sequence)
-            found |= dict.fromkeys(own)
-        return tuple(found)
-
     def choose_recompute(self, training: TrainingConfig) -> None:
-        """Set what the layers' backward passes recompute, and what waits on the host for them;
-        nothing before that.
-        """
+        """Choose what backward passes recompute, and what waits on the host for them."""
         for stage, named in zip(self.stages, self.layers_by_stage, strict=True):
             layers = [layer for _, layer in named if layer.recomputes]
             choices = stage_recompute(training, stage.layers)
@@ -140,10 +133,8 @@ class GPTModel(nn.Module):
 
     def declared(self) -> list[tuple[str, nn.Parameter, ParameterSpec]]:
         """Every parameter by name with its declaration, in order; a tied head adds none."""
-        return [
-            (name, parameter, spec_of(name, parameter, self.config))
-            for name, parameter in self.named_parameters()
-        ]
+        named = self.named_parameters()
+        return [(name, each, spec_of(name, each, self.config)) for name, each in named]
 
     def named_layers(self) -> list[tuple[str, Layer]]:
         """Named layers in the order of the forward pass, embedding and head among them."""
@@ -161,9 +152,8 @@ class GPTModel(nn.Module):
         *,
         training: bool,
     ) -> MicroBatch:
-        """Turn a loader's [b, s] tensors into what the layers read; sample_ids [b] number the run's
-        samples. Under context parallelism the first four are of the positions that this rank holds,
-        and `places` [C, s / C] are those of all ranks.
+        """What layers read, of a loader's [b, s] tensors; sample_ids [b] number the run's samples.
+        Under CP the first four are of this rank's positions, and `places` [C, s / C] of all ranks.
         """
         # sequence first, as all activations are
         tokens, labels, loss_mask, position_ids = (
@@ -187,42 +177,23 @@ class GPTModel(nn.Module):
             loss_mask=loss_mask,
             position_ids=position_ids[hidden_positions],
             seen=tuple(
-                self._seen(config, length, document_starts, places, held)
+                seen_by_queries(config, length, document_starts, self.cp, held)
                 for config in self.config_by_window
             ),
             rotary=None if self.rotary is None else self.rotary.table(position_ids),
             dropout=DropoutState(sample_ids, token_index) if training else None,
-            hidden_dropout=DropoutState(sample_ids, token_index[hidden_positions])
-            if training
-            else None,
+            hidden_dropout=(
+                DropoutState(sample_ids, token_index[hidden_positions]) if training else None
+            ),
             places=held,
             token_index=token_index[hidden_positions],
         )
 
-    def _seen(
-        self,
-        config: ModelConfig,
-        length: int,
-        document_starts: Tensor | None,
-        places: Tensor | None,
-        held: Places | None,
-    ) -> Seen:
-        """What this rank's queries see in the layers whose window is that of `config`; where
-        attention is computed in steps, the mask is the first step's.
-        """
-        if places is None or held is None:
-            return Seen(mask_of(config, length, document_starts))
-        steps = steps_of(config, self.cp, places, document_starts)
-        if steps:
-            return Seen(steps[0].mask, held._replace(steps=steps))
-        queries = held.own if self.cp.gathers else None
-        return Seen(mask_of(config, length, document_starts, queries), held)
-
     @torch.no_grad()
     def update_routers(self, counts: Mapping[str, Tensor], skipped: Tensor) -> None:
-        """After a step: give the routers of this rank's layers how many tokens of the whole batch
-        each expert had, by the names of `scalars`, summed over all ranks. `skipped`: 1 where the
-        step was skipped, else 0.
+        """After a step: give this rank's routers how many tokens of the whole batch each expert
+        had, by the names of `scalars`, summed over all ranks. `skipped`: 1 for a skipped step, else
+        0.
         """
         for layer in self.layers.values():
             if isinstance(mlp := layer.mlp, MoE):
@@ -231,9 +202,7 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits [b, s, v] of whole sequences of tokens [b, s], without dropout: for generation and
-        comparisons.
-        """
+        """Logits [b, s, v] of sequences of tokens [b, s], without dropout."""
         b, s = tokens.shape
         positions = torch.arange(s, device=tokens.device).expand(b, s)
         micro = self.micro_batch(tokens, tokens, tokens, positions, positions[:, 0], training=False)

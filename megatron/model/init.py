@@ -14,9 +14,8 @@ from megatron.model.spec import Box
 
 def fill_initial(box: Box, local: Tensor, seed: int, backend: str = "torch") -> None:
     """Write the initial values that a box's tensor declares into the local tensor that holds it
-    (fp32 or fp64; padding is left alone).
-
-    `backend` is what choose_kernels made of --init-backend. Only matrices are drawn.
+    (fp32 or fp64), but for padding. `backend`: of --init-backend, resolved. Only matrices are
+    drawn.
     """
     target, init = box.view(local), box.spec.init
     if init.std == 0:

@@ -30,21 +30,18 @@ from megatron.model.attention.attention import OURS, beyond_sdpa
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     """Precision of weights and activations."""
-    chosen = (
-        (torch.bfloat16, precision.bf16),
-        (torch.float16, precision.fp16),
-        (torch.float64, precision.fp64),
-    )
-    return next((dtype for dtype, on in chosen if on), torch.float32)
+    if precision.bf16:
+        return torch.bfloat16
+    if precision.fp16:
+        return torch.float16
+    return torch.float64 if precision.fp64 else torch.float32
 
 
 def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[str, Choice]]:
     """The configuration that layers and optimizer are built from, in which no backend but
-    attention's is `auto`, and for the banner what trains.
-
-    Attention that is not ours stays a matter of the layer, which takes another implementation for
-    evaluation than for training with dropout. Raises UserError when a flag asks for what this
-    device, precision or model cannot have. What it returns chooses itself.
+    attention's is `auto`, and for the banner what trains. Attention that is not ours is chosen by
+    the layer, for evaluation and for training with dropout. Raises UserError when a flag asks for
+    what this device, precision or model cannot have.
     """
     dtype = compute_dtype(config.precision)
     _check_fp8(config, device)
@@ -71,13 +68,13 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
         for operator, choice in choices.items()
         if operator != "attention" or choice.implementation in OURS
     }
-    groups: dict[str, Any] = {
-        name: dataclasses.replace(
-            group, **{field: value for field, value in fields.items() if hasattr(group, field)}
-        )
-        for name, group in (("model", config.model), ("optimizer", config.optimizer))
-    }
-    return dataclasses.replace(config, **groups), choices
+
+    def chosen(group: Any) -> Any:
+        own = {field: value for field, value in fields.items() if hasattr(group, field)}
+        return dataclasses.replace(group, **own)
+
+    model, optimizer = chosen(config.model), chosen(config.optimizer)
+    return dataclasses.replace(config, model=model, optimizer=optimizer), choices
 
 
 def _takes_part(config: Config, operator: str) -> bool:
@@ -126,9 +123,8 @@ def _check_ring(
 
 def _prefers_ours(config: Config, device: torch.device) -> bool:
     """Whether `auto` takes Triton's attention unmeasured: on Hopper, for which torch's FLASH kernel
-    was not made, and where there is something that kernel does not take, so that torch would read a
-    mask of all scores or keep them in memory, or that it does not give: context-parallel ranks read
-    positions, and a ring needs the log-sum-exp.
+    was not made, and where that kernel would read a mask of all scores or keep them in memory, or
+    gives too little: context-parallel ranks read positions, a ring needs the log-sum-exp.
     """
     return lang.capability(device) == lang.HOPPER or bool(
         _masks(config)
@@ -139,14 +135,8 @@ def _prefers_ours(config: Config, device: torch.device) -> bool:
 
 def _masks(config: Config) -> list[str]:
     """The flags with which attention is more than causal."""
-    return [
-        flag
-        for flag, given in (
-            ("--window-size", config.model.window_size is not None),
-            ("--reset-attention-mask", config.data.reset_attention_mask),
-        )
-        if given
-    ]
+    flags = ["--window-size"] if config.model.window_size is not None else []
+    return [*flags, "--reset-attention-mask"] if config.data.reset_attention_mask else flags
 
 
 def masked_by_positions(config: Config) -> str | None:
@@ -164,17 +154,11 @@ def masked_by_positions(config: Config) -> str | None:
 
 
 def remarks(choices: dict[str, Choice]) -> list[str]:
-    """For the banner: why something else is not taken, or what is to be known of what is, a line
-    for each.
-    """
-    reasons = sorted({choice.because for choice in choices.values() if choice.because})
-    return [
-        (
-            f"{', '.join(name for name, choice in choices.items() if choice.because == reason)}: "
-            f"{reason}"
-        )
-        for reason in reasons
-    ]
+    """Lines for the banner: why something else is not taken, or what to know of what is."""
+    names: dict[str, list[str]] = {}
+    for name, choice in choices.items():
+        names.setdefault(choice.because, []).append(name)
+    return [f"{', '.join(names[reason])}: {reason}" for reason in sorted(names) if reason]
 
 
 # the key of a layer's dropout is a number to these kernels, and numbers are constants of a graph
@@ -187,11 +171,8 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
     if config.model.torch_compile:
         unable["dropout"] = {"triton": EACH_ITS_GRAPH}
     if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
-        unable["adam"] = {
-            "apex": (
-                "its moments are fp32, not those of --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"
-            )
-        }
+        flags = "--exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"
+        unable["adam"] = {"apex": f"its moments are fp32, not those of {flags}"}
     if config.precision.fp64:
         unable["grad-norm"] = {"apex": "it adds up in fp32"}
     if config.model.num_experts is not None:
@@ -253,17 +234,21 @@ COMPILED = ("norm", "rotary", "activation", "dropout")
 
 
 def _wanted(config: Config, operator: str, device: torch.device) -> str:
-    group = config.model if hasattr(config.model, _field(operator)) else config.optimizer
-    wanted = getattr(group, _field(operator))
-    if wanted == "auto" and operator in COMPILED and config.model.torch_compile:
+    """What the flag asks for, `auto` narrowed by what is known without a measurement."""
+    field = _field(operator)
+    group = config.model if hasattr(config.model, field) else config.optimizer
+    wanted = getattr(group, field)
+    if wanted != "auto":
+        return wanted
+    if operator in COMPILED and config.model.torch_compile:
         return "torch"
-    if wanted == "auto" and operator == "rotary" and config.model.multi_latent_attention:
+    if operator == "rotary" and config.model.multi_latent_attention:
         return "torch"  # the kernel turns pairs of other channels
-    if wanted == "auto" and operator == "grouped-gemm":
+    if operator == "grouped-gemm":
         # One grouped launch pays where a loop of GEMMs is bound by the host.
         most = SMALL_GEMM["cuda" if device.type == "cuda" else "cpu"]
-        return wanted if expert_gemm_flops(config) < most else "torch"
-    return wanted
+        return "auto" if expert_gemm_flops(config) < most else "torch"
+    return "auto"
 
 
 # FLOPs of an expert's GEMM below which the host's call of it takes longer: on a GPU a launch of
@@ -272,9 +257,7 @@ SMALL_GEMM = {"cuda": 2.5e9, "cpu": 4e6}
 
 
 def expert_gemm_flops(config: Config) -> float:
-    """FLOPs of the first GEMM of an expert over its rows of a micro-batch, where all experts
-    have as many.
-    """
+    """FLOPs of the first GEMM of an expert over its balanced rows of a micro-batch."""
     model, distributed = config.model, config.distributed
     assert model.num_experts is not None
     etp, ep = expert_ranks(config)

@@ -19,41 +19,31 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.config.layers import layer_records, window_index
-from megatron.kernels.attention_masks import AttentionMask
-from megatron.model.attention.attention import SelfAttention
-from megatron.model.attention.context_parallel import NO_CP, ContextParallel, Places
+from megatron.model.attention.attention import Seen, SelfAttention
+from megatron.model.attention.context_parallel import ContextParallel, Places
 from megatron.model.attention.latent_attention import LatentAttention
 from megatron.model.attention.rotary import Rotary
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.embedding import Embedding
-from megatron.model.experts.moe import NO_EP, ExpertParallel, MoE, Routing, aux_outputs
+from megatron.model.experts.moe import ExpertParallel, MoE, Routing, aux_outputs
 from megatron.model.experts.router import AUX_LOSS
 from megatron.model.linear import column_linear
-from megatron.model.linear_cross_entropy import linear_cross_entropy
-from megatron.model.loss import cross_entropy, sharded_cross_entropy
+from megatron.model.loss import cross_entropy, linear_cross_entropy, sharded_cross_entropy
 from megatron.model.mlp import MLP, TiledMLP
 from megatron.model.norm import AddNorm
 from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute, always_rebuilt
 from megatron.model.recompute_context import OffloadableTensor, RecomputeContext
 from megatron.model.spec import (
+    NO_TP,
     Multipliers,
     ParameterSpec,
     Shard,
+    TensorParallel,
     matrix,
     normal,
     parts_under,
     spec_of,
 )
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the queries of layers with the same window see."""
-
-    mask: AttentionMask
-    # under context parallelism, with the steps of attention where it is computed in several
-    places: Places | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +72,7 @@ class MicroBatch:
 def vocabulary_matrix(
     config: ModelConfig, vocab_size: int, padded_vocab: int, *, head: bool = False
 ) -> ParameterSpec:
-    """The word embedding [v, h], or the matrix of the `head`, which is the same unless they are
-    untied.
-    """
+    """The matrix [v, h] of the word embedding, or of the `head`, if it is another one."""
     tied = not config.untie_embeddings_and_output_weights
     name, kind = ("head", "head") if head and not tied else ("embedding.word", "embedding")
     return matrix(
@@ -122,10 +110,10 @@ def distinct_layers(config: ModelConfig) -> list[int]:
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """A number that layers return alongside their output: of each micro-batch a sum over tokens, as
-    the loss is, added up over all layers that return one of this name. Metrics show it by its name,
-    divided by all tokens of the step, masked ones included. `size`: several numbers are counts,
-    which GPTModel.update_routers reads.
+    """A number that layers return alongside their output: a sum over the tokens of a micro-batch,
+    as the loss is, added up over all layers that return one of this name. Metrics divide it by all
+    tokens of the step, masked ones included. `size`: several numbers are counts, for
+    update_routers.
     """
 
     name: str
@@ -143,9 +131,7 @@ class WithScalars(NamedTuple):
 
 
 class Layer(nn.Module):
-    """What the executor runs: `forward(x, micro)`, x [s, b, h] (None for the embedding), gives the
-    output or WithScalars.
-    """
+    """What the executor runs: x [s, b, h] (None for the embedding) -> output or WithScalars."""
 
     recomputes = False  # it may be computed again
     recompute: LayerRecompute = NO_RECOMPUTE  # what is, of it
@@ -156,9 +142,7 @@ class Layer(nn.Module):
 
     @classmethod
     def scalars(cls, config: ModelConfig, index: int, sequence: bool) -> tuple[ScalarSpec, ...]:
-        """What layer `index` returns alongside its output; the same on every rank. `sequence`:
-        under sequence parallelism.
-        """
+        """What layer `index` returns alongside its output, on every rank the same."""
         return ()
 
     def choose_recompute(self, choice: LayerRecompute) -> None:
@@ -186,10 +170,30 @@ class EmbeddingLayer(Layer):
         return self.word(micro.tokens)
 
 
+# Where activations are offloaded: the names under which a module of a transformer layer has its
+# inputs filed, and what comes behind it (None: as before; additions and dropout under no name), see
+# RecomputeContext.parking.
+FILED_UNDER: dict[str, tuple[str, str | None]] = {
+    "input_norm": ("attn_norm", None),
+    "attention": ("qkv_linear", ""),
+    "attention.qkv": ("qkv_linear", "core_attn"),  # norms and rotation read what the core reads
+    "attention.core": ("core_attn", None),
+    "attention.proj": ("attn_proj", None),
+    "mlp_norm": ("mlp_norm", None),
+    "mlp": ("", ""),
+    "mlp.fc1": ("mlp_fc1", "mlp_act"),
+    "mlp.fc2": ("mlp_fc2", None),
+    # of experts the shared one alone
+    "mlp.shared_expert": ("", ""),
+    "mlp.shared_expert.fc1": ("mlp_fc1", "mlp_act"),
+    "mlp.shared_expert.fc2": ("mlp_fc2", None),
+    "mlp.shared_expert_gate": ("mlp_fc1", ""),  # saves a number a token more
+    "final_norm": ("final_norm", None),
+}
+
+
 class TransformerLayer(Layer):
-    """One transformer layer, [s, b, h] -> [s, b, h] (under sequence parallelism this rank's part
-    of s).
-    """
+    """One transformer layer, [s, b, h] -> [s, b, h] (under SP this rank's part of s)."""
 
     recomputes = splits_backward = True
 
@@ -199,8 +203,8 @@ class TransformerLayer(Layer):
         seed: int,
         index: int,
         tp: TensorParallel = NO_TP,
-        cp: ContextParallel = NO_CP,
-        ep: ExpertParallel = NO_EP,
+        cp: ContextParallel = ContextParallel(),
+        ep: ExpertParallel = ExpertParallel(),
     ):
         super().__init__()
         self.config = config
@@ -235,9 +239,7 @@ class TransformerLayer(Layer):
         self.choose_recompute(NO_RECOMPUTE)
 
     def _learned_positions(self, grad_sum: tuple[str, ...]) -> Embedding | None:
-        """The table of learned positions, of which every rank has all; in the first layer, where
-        the model has one.
-        """
+        """The table of learned positions, in the first layer, if any, whole on every rank."""
         config = self.config
         if not self.record.first or config.position_embedding_type != "learned_absolute":
             return None
@@ -270,18 +272,10 @@ class TransformerLayer(Layer):
         self.recompute_context.wrap(self, modules, (self.input_norm, self.mlp_norm))
 
     def parking(self) -> AbstractContextManager[list[ref[OffloadableTensor]]]:
-        # (module, what its inputs are filed under, what comes behind it is filed under); additions
-        # and dropout between the modules are filed under no name
-        readers: list[tuple[nn.Module, str, str | None]] = [
-            (self.input_norm, "attn_norm", None),
-            *self.attention.readers(),
-            (self.mlp_norm, "mlp_norm", None),
-            (self.mlp, "", ""),
-            *(self.mlp.readers() if isinstance(self.mlp, MLP | MoE) else ()),
-        ]
-        if self.final_norm is not None:
-            readers.append((self.final_norm, "final_norm", None))
-        return self.recompute_context.parking(readers)
+        modules = dict(self.named_modules())
+        return self.recompute_context.parking(
+            (modules[path], *names) for path, names in FILED_UNDER.items() if path in modules
+        )
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:
         """x + attention(norm(x)), then that + mlp(norm(that)); both sums are delayed into the next
@@ -296,10 +290,9 @@ class TransformerLayer(Layer):
 
         # attention
         branch, stream = self.input_norm(stream)
-        rotary, seen = micro.rotary if self.rotates else None, micro.seen[self.window_number]
-        branch = self.attention(
-            branch, rotary, seen.mask, micro.dropout, seen.places, training=micro.training
-        )
+        rotary = micro.rotary if self.rotates else None
+        seen = micro.seen[self.window_number]
+        branch = self.attention(branch, rotary, seen, micro.dropout)
 
         # residual connection, and the norm in front of the MLP
         if drop is None:
@@ -310,13 +303,7 @@ class TransformerLayer(Layer):
         # MLP; experts also return the numbers that the loss and the metrics need
         scalars: dict[str, Tensor] = {}
         if isinstance(self.mlp, MoE):
-            branch, scalars = self.mlp(
-                branch,
-                micro.hidden_dropout,
-                micro.token_index,
-                micro.routings,
-                self.recompute.whole,
-            )
+            branch, scalars = self.mlp(branch, micro, self.recompute.whole)
         else:
             branch = self.mlp(branch)
 
@@ -368,9 +355,7 @@ class HeadLayer(Layer):
         )
 
     def logits(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> logits over the real vocabulary [s, b, v], soft-capped. One tensor-parallel
-        rank alone.
-        """
+        """[s, b, h] -> soft-capped logits [s, b, v] of the real vocabulary; not under TP."""
         # For generation and comparisons: all columns are here.
         assert self.tp.size == 1
         cap = self.config.final_logit_softcapping
@@ -378,9 +363,7 @@ class HeadLayer(Layer):
         return z if cap is None else cap * torch.tanh(z / cap)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        """[2]: the objective to differentiate (with z-loss in training) and the loss to report,
-        summed over unmasked tokens.
-        """
+        """Sums over unmasked tokens [2]: the objective (with z-loss in training) and the loss."""
         if self.config.fused_linear_cross_entropy:
             loss, lse = linear_cross_entropy(x, self.weight, micro.labels, self.cross_entropy)
         else:

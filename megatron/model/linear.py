@@ -1,13 +1,16 @@
 """Linear layers with separate input- and weight-gradient functions, whole or shared over
-tensor-parallel ranks.
-
-Weight gradients are added to `main_grad` (main_grad.py). s sequence, b batch, i in, o out; under
-sequence parallelism s is this rank's part wherever a value lies outside a pair of column- and
-row-parallel layers.
+tensor-parallel ranks. s sequence, b batch, i in, o out; under sequence parallelism s is this rank's
+part wherever a value lies outside a pair of column- and row-parallel layers.
 
 Tensor parallelism (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a
 row-parallel layer some of the inputs. Sequence parallelism (Korthikanti et al. 2022) splits each
 all-reduce into a reduce-scatter and an all-gather along the sequence.
+
+Gradients of parameters never appear as `.grad`: each parameter carries main_grad, a view of its
+block's gradient buffer (fp32, or fp64 in a float64 run), and backward functions add into it. Where
+a weight has `overwrite_main_grad` set, main_grad holds nothing yet, and the first wgrad overwrites
+it, which saves clearing and reading it. All other parameters find zeros. What an ordinary module
+leaves in `.grad` is added by parallel/layer_runner.py.
 
 Split backward (Qi et al. 2023): inside `deferring_weight_grads` a backward pass computes input and
 bias gradients (B) and leaves the weight gradients to `add_weight_grads` (W). What it leaves holds
@@ -27,13 +30,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config.workspace import SCRATCH_BYTES
 from megatron.distributed.collectives import (
     all_gather,
     all_reduce,
@@ -44,12 +48,11 @@ from megatron.distributed.collectives import (
     start_reduce_scatter,
 )
 from megatron.distributed.groups import ALONE, Axis
+from megatron.kernels import apex
 from megatron.kernels.fp8 import Quantised
-from megatron.kernels.lang import multiprocessors
+from megatron.kernels.lang import multiprocessors, operator
 from megatron.model.fp8 import FP8
-from megatron.model.main_grad import accumulate_weight_grad
-from megatron.model.spec import ParameterSpec
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.spec import NO_TP, ParameterSpec, TensorParallel
 
 # rows and columns that one block of threads of a large GEMM computes on Hopper, at most
 TILE = (128, 256)
@@ -64,20 +67,115 @@ def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def dgrad(dy: Tensor, weight: Tensor, *, weight_grad: bool) -> tuple[Tensor, Tensor | Quantised]:
-    """dy [s, b, o] times weight [o, i], and what `accumulate_weight_grad` takes in place of dy;
-    that is called next if `weight_grad`.
-    """
+    """dy [s, b, o] times weight [o, i], and what `accumulate_weight_grad` takes as dy next."""
     fp8 = getattr(weight, FP8, None)
     if fp8 is None:
         return dy.matmul(weight), dy
     return fp8.input_grad(dy, weight, weight_grad=weight_grad)
 
 
-class WeightGrad(NamedTuple):
-    """A deferred weight gradient, with dy [s, b, o] and x [s, b, i] or what this rank holds
-    of them: the rest is on its axis. `gemm`: in place of `wgrad_gemm`.
+# ---- gradients of parameters
 
-    x is detached: the graph would live on otherwise.
+
+def accumulate_weight_grad(
+    dy: Tensor | Quantised,
+    x: Tensor,
+    weight: nn.Parameter,
+    gemm: Callable[..., None] | None = None,
+) -> None:
+    """Add the gradient dy^T x of a weight to its main_grad, or put it there if that holds nothing
+    yet. `dy` is as `dgrad` returns it, or as it came; `gemm`: in place of `wgrad_gemm`.
+    """
+    overwrite = getattr(weight, "overwrite_main_grad", False)
+    weight.overwrite_main_grad = False
+    fp8 = getattr(weight, FP8, None)
+    if fp8 is not None and fp8.weight_grad:
+        fp8.accumulate_weight_grad(dy, x, weight.main_grad, overwrite)
+        return
+    (gemm or wgrad_gemm)(dy, x, weight.main_grad, overwrite, getattr(weight, "by_apex", False))
+
+
+def wgrad_gemm(
+    dy: Tensor,
+    x: Tensor,
+    main_grad: Tensor,
+    overwrite: bool = False,
+    by_apex: bool = False,
+    rows_vary: bool = False,
+) -> None:
+    """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i]:
+    one GEMM that accumulates in main_grad itself, except on a CPU, where bf16 gradients are rounded
+    once before they are added, and fp16 factors are widened, in temporaries of at most
+    SCRATCH_BYTES. `rows_vary`: s b differs from call to call, and bf16 factors are widened too.
+    """
+    # [tokens, o] and [tokens, i]
+    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    if by_apex and main_grad.dtype == torch.float32 and dy.dtype != torch.float32:
+        apex.accumulate_weight_grad(dy, x, main_grad.zero_() if overwrite else main_grad)
+        return
+    beta = 0 if overwrite else 1
+    if main_grad.dtype == dy.dtype:
+        main_grad.addmm_(dy.t(), x, beta=beta)
+        return
+    if dy.is_cuda:
+        # reads bf16 or fp16, adds into fp32
+        torch.addmm(main_grad, dy.t(), x, main_grad.dtype, beta=beta, out=main_grad)
+        return
+    if dy.dtype == torch.bfloat16 and not rows_vary:
+        _add_rounded(dy, x, main_grad, overwrite)
+        return
+    # No CPU GEMM reads fp16 and adds into fp32. One of bf16 with a new number of rows generates
+    # code first, which takes longer than the GEMM.
+    step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))
+    for token in range(0, x.shape[0], step):
+        piece = slice(token, token + step)
+        main_grad.addmm_(
+            dy[piece].t().to(main_grad.dtype),
+            x[piece].to(main_grad.dtype),
+            beta=0 if overwrite and token == 0 else 1,
+        )
+
+
+def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> None:
+    """main_grad [o, i] += dy^T x by bf16 GEMMs that accumulate in fp32 and round their result once
+    (relative error 2^-9): as many outputs at a time as fit into SCRATCH_BYTES with a copy in fp32.
+    """
+    rows = max(1, SCRATCH_BYTES // (x.shape[1] * (dy.element_size() + main_grad.element_size())))
+    for grad, part in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
+        # rounded to bf16 once, behind the sum over tokens in fp32
+        wgrad = part.t() @ x
+        if overwrite:
+            grad.copy_(wgrad)
+        else:
+            grad.add_(wgrad)
+
+
+def accumulate_gradients(
+    parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor], dx: Tensor
+) -> None:
+    """main_grad += gradient of each parameter, in a backward pass that returns dx."""
+    # A backward pass that torch.compile compiles is fixed when the forward pass is traced, before
+    # main_grad is opened: an operator takes the parameter, and reads its attribute when it runs.
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if torch.compiler.is_compiling():
+            torch.ops.megatron.add_gradient_(dx, parameter, gradient)
+        else:
+            parameter.main_grad.add_(gradient)
+
+
+# dx is not written: who reads it later keeps the operator in the graph
+@operator("add_gradient_", mutates_args=("dx",))
+def _add_gradient(dx: Tensor, parameter: Tensor, gradient: Tensor) -> None:
+    parameter.main_grad.add_(gradient)
+
+
+# ---- a split backward pass
+
+
+class WeightGrad(NamedTuple):
+    """A deferred weight gradient, with dy [s, b, o] and x [s, b, i], or what this rank holds of
+    them: the rest is on its axis. x is detached: the graph would live on otherwise. `gemm`: in
+    place of `wgrad_gemm`.
     """
 
     weight: nn.Parameter
@@ -96,9 +194,7 @@ class WeightGrad(NamedTuple):
 
 @torch.no_grad()
 def add_weight_grads(deferred: list[WeightGrad]) -> None:
-    """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs
-    alongside a GEMM.
-    """
+    """Add each to its main_grad and empty the list; an all-gather runs alongside each GEMM."""
     started: deque[Callable[[], None]] = deque()
     while deferred or started:
         # One all-gather ahead of the GEMM that runs.
@@ -111,9 +207,7 @@ def add_weight_grads(deferred: list[WeightGrad]) -> None:
 
 @contextlib.contextmanager
 def deferring_weight_grads(module: nn.Module) -> Iterator[list[WeightGrad]]:
-    """While open, backward passes through the module's linear layers put their weight gradients
-    onto this list instead of computing them.
-    """
+    """Inside, backward passes put the weight gradients of the module onto this list."""
     deferred: list[WeightGrad] = []
     # Weights of linear layers and of experts declare that their gradient is one GEMM.
     declared = ((weight, getattr(weight, "spec", None)) for weight in module.parameters())
@@ -126,6 +220,9 @@ def deferring_weight_grads(module: nn.Module) -> Iterator[list[WeightGrad]]:
     finally:
         for weight in weights:
             delattr(weight, DEFERRED)
+
+
+# ---- whole or shared weights
 
 
 class _Linear(torch.autograd.Function):
@@ -307,16 +404,12 @@ def _add_gradients(
 
 
 def _cuts(tp: TensorParallel, x: Tensor, weight: Tensor, outputs: int) -> bool:
-    """Whether a GEMM is cut into pieces while others are communicated. 8-bit floats are
-    quantised whole.
-    """
+    """Whether a GEMM is cut into pieces while others are communicated; of FP8 none is."""
     return tp.overlap and getattr(weight, FP8, None) is None and worth_cutting(x, outputs)
 
 
 def worth_cutting(x: Tensor, outputs: int) -> bool:
-    """Whether a piece of a GEMM, of x [s, b, i] with that many outputs, keeps a GPU as busy as
-    the whole does: it has a tile for each multiprocessor. On a CPU any has.
-    """
+    """Whether a piece of a GEMM of x [s, b, i] has a tile for each multiprocessor of a GPU."""
     # A wave of tiles fills the GPU; a piece with fewer would leave multiprocessors idle.
     tiles = -(-x.shape[:-1].numel() // TILE[0]) * -(-outputs // TILE[1])
     return not x.is_cuda or tiles >= multiprocessors(x.device)
@@ -356,16 +449,12 @@ class Linear(nn.Module):
 
 
 class ColumnLinear(Linear):
-    """Each rank holds some of the outputs: x [s, b, i] (under SP this rank's s / size) ->
-    [s, b, o / size].
-    """
+    """x [s, b, i] (under SP this rank's s / size) -> [s, b, o / size]."""
 
     sharded = _ColumnLinear
 
 
 class RowLinear(Linear):
-    """Each rank holds some of the inputs: x [s, b, i / size] -> [s, b, o] (under SP this rank's
-    s / size).
-    """
+    """x [s, b, i / size] -> [s, b, o] (under SP this rank's s / size)."""
 
     sharded = _RowLinear

@@ -4,7 +4,7 @@ hidden, f ffn width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from megatron.config.model import ACTIVATIONS, GATED, ModelConfig
 from megatron.kernels.activation import FUNCTIONS, GATES, activation_backward
 from megatron.kernels.activation import activation as activation_forward
-from megatron.model.linear import ColumnLinear, RowLinear
-from megatron.model.main_grad import accumulate_gradients
-from megatron.model.spec import Shard, fuse, matrix, normal, parts_under, vector
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.linear import ColumnLinear, RowLinear, accumulate_gradients
+from megatron.model.spec import (
+    NO_TP,
+    Shard,
+    TensorParallel,
+    fuse,
+    matrix,
+    normal,
+    parts_under,
+    vector,
+)
 
 
 def check_tables() -> None:
-    """Raises KeyError for a choice of --activation without a function, or a function without a
-    choice.
-    """
+    """Raises KeyError for an --activation that is not in all tables."""
     gated = {kind for kind, is_gated in ACTIVATIONS.items() if is_gated}
     # At import, so that an incomplete entry is found before a run is.
     for incomplete in sorted((ACTIVATIONS.keys() ^ FUNCTIONS.keys()) | (gated ^ GATES.keys())):
@@ -36,9 +41,7 @@ check_tables()
 
 
 class _Gated(torch.autograd.Function):
-    """act(gate) * up from the fused [..., gate | up]; saves its input alone and recomputes the
-    activation.
-    """
+    """act(gate) * up of [..., gate | up]; saves its input alone."""
 
     @staticmethod
     def forward(ctx, fused: Tensor, activation: str) -> Tensor:
@@ -209,14 +212,6 @@ class MLP(nn.Module):
     def _activate_with_bias(self, fused: Tensor) -> Tensor:
         return _TritonActivation.apply(fused, self.fc1.bias, self.activation)
 
-    def readers(self) -> Iterable[tuple[nn.Module, str, str | None]]:
-        """Under what the modules' inputs are filed where activations are offloaded, see
-        RecomputeContext.parking.
-        """
-        yield self, "mlp_fc1", ""
-        yield self.fc1, "mlp_fc1", "mlp_act"
-        yield self.fc2, "mlp_fc2", None
-
 
 class TiledMLP(MLP):
     """The MLP of --tiled-mlp: over pieces of the sequence that this rank holds, one after another.
@@ -224,11 +219,9 @@ class TiledMLP(MLP):
     It keeps its input alone: the backward pass makes fc1's GEMM and the activation of a piece again
     and differentiates that piece, the last one first, before it turns to the next (autograd runs
     what was recorded last first). So tensors as wide as f never exist for more than a piece. Weight
-    gradients add up in main_grad piece by piece. What the norms in front of attention and MLP give
-    is made again too, since it is as large as the input of a layer. Under sequence parallelism a
-    piece is gathered from the pieces of all ranks, which hold other tokens than a piece of the
-    whole sequence would: rows are independent, and the reduce-scatter hands each rank its own rows
-    back.
+    gradients add up in main_grad piece by piece. The outputs of norms are made again too, since
+    they are as large as the input of a layer. Under SP a piece is gathered from the pieces of all
+    ranks: rows are independent, and the reduce-scatter hands each rank its own rows back.
     """
 
     def __init__(self, config: ModelConfig, name: str, tp: TensorParallel = NO_TP):

@@ -1,8 +1,9 @@
 """LayerNorm and RMSNorm over the last dimension; statistics in fp32 (fp64 in a float64 run),
 gradients into `main_grad`.
 
-Computed by PyTorch, by NVIDIA's apex (never run), or by kernels/norm.py, which also takes the
-residual addition in front and the sum of two gradients behind. s sequence, b batch, h hidden.
+Computed by PyTorch, by NVIDIA's apex (never run), or by our kernels, which also take the residual
+addition in front and the sum of two gradients behind, or the rotation of queries and keys. s
+sequence, b batch, h hidden, g key/value heads, q queries of each, d head dim.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig
 from megatron.kernels import apex
 from megatron.kernels.norm import add_norm, norm, norm_backward
-from megatron.model.main_grad import accumulate_gradients
+from megatron.kernels.qk_norm import qk_norm, qk_norm_backward
+from megatron.model.linear import accumulate_gradients
 from megatron.model.spec import ONES, vector
 
 
@@ -175,9 +177,7 @@ class Norm(nn.Module):
 
 
 class AddNorm(Norm):
-    """The norm in front of a sublayer, with the residual addition before it: (norm of x + residual,
-    their sum), or of x alone.
-    """
+    """(norm of x + residual, their sum), or of x alone, in front of a sublayer."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor | None = None
@@ -187,3 +187,46 @@ class AddNorm(Norm):
         # torch adds the residual in a separate pass, and autograd adds its gradient in another.
         stream = x if residual is None else residual + x
         return self.function.apply(stream, self.weight, self.bias, self.eps), stream
+
+
+class _QKNorm(torch.autograd.Function):
+    """Norms of queries and keys, and their rotation, on the fused QKV projection
+    [s, b, g, q + 2, d]; values stay as they are. Keeps the projection, not what is normed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        qkv: Tensor,
+        q_weight: nn.Parameter,
+        k_weight: nn.Parameter,
+        q_bias: nn.Parameter | None,
+        k_bias: nn.Parameter | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        y, statistics = qk_norm(qkv, q_weight, k_weight, q_bias, k_bias, cos, sin, eps)
+        ctx.save_for_backward(qkv, statistics, cos, sin)
+        ctx.weights, ctx.biases = (q_weight, k_weight), (q_bias, k_bias)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        qkv, statistics, cos, sin = ctx.saved_tensors
+        dx, gradients = qk_norm_backward(dy.contiguous(), qkv, *ctx.weights, cos, sin, statistics)
+        if ctx.needs_input_grad[1]:  # else they are frozen
+            parameters = [*ctx.weights, *(bias for bias in ctx.biases if bias is not None)]
+            accumulate_gradients(parameters, gradients, dx)
+        return dx, None, None, None, None, None, None, None
+
+
+def normed_projection(
+    qkv: Tensor, q_norm: Norm, k_norm: Norm, rotary: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """qkv [s, b, g, q + 2, d] with its query and key heads normed and, with tables, turned."""
+    # The two norms share one launch, so they share the epsilon.
+    cos, sin = rotary or (None, None)
+    return _QKNorm.apply(
+        qkv, q_norm.weight, k_norm.weight, q_norm.bias, k_norm.bias, cos, sin, q_norm.eps
+    )

@@ -21,9 +21,8 @@ def always_rebuilt(model: ModelConfig) -> frozenset[str]:
 class LayerRecompute:
     """What is computed again of one layer: these modules inside, or the whole layer with its group.
 
-    Of a group of consecutive layers the first keeps its input and the others nothing. Their
-    backward passes begin when the graphs of all of them have been built again, the last one's in
-    its own backward pass.
+    Of a group of consecutive layers the first keeps its input and the others nothing. The graphs of
+    all of them are built again before the last one's backward pass.
     """
 
     modules: frozenset[str] = frozenset()

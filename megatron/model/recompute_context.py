@@ -8,16 +8,12 @@ wrapped ones. A layer that recomputes nothing runs as it is written.
 Autograd saves what backward passes read. Of a wrapped method the context keeps the inputs, drops
 what is saved inside, and marks the results, so that a function that saves one of them keeps a
 `SavedPlace` instead. The first read of any of these runs the method again, once, and gives each
-reader its tensor. A tensor goes when its last reader has had it. Inputs may be results of another
-wrapped method, which then runs first.
+reader its tensor, which goes with its last reader. Inputs may be results of another wrapped method,
+which then runs first. Same kernels on same inputs give the same bits, and dropout masks are
+functions of positions, so that gradients have the bits of those without recomputation.
 
-Same kernels on same inputs give the same bits, and dropout masks are functions of positions, so
-that gradients have the bits of those without recomputation. A split backward pass reads a linear
-layer's input in its first half, and what it leaves for the second holds the tensor.
-
-The same hooks find what a forward pass may send to the host (parallel/offload.py): within
-`parking` all that is kept is on a list, each tensor with the module that reads it in the forward
-pass.
+The same hooks find what a forward pass may send to the host (parallel/offload.py): within `parking`
+all that is kept is on a list, each tensor with the module that reads it in the forward pass.
 """
 
 from __future__ import annotations
@@ -38,9 +34,7 @@ Function = Callable[..., Any]  # of tensors: a tensor, or several
 
 
 class SavedPlace(NamedTuple):
-    """Where a tensor comes from that is not kept: a view of a result, or what a computation saved
-    inside (`shape` None).
-    """
+    """The source of a dropped tensor: a view of a result, or saved inside (`shape` None)."""
 
     source: RecomputedTensor
     number: int
@@ -53,9 +47,7 @@ class SavedPlace(NamedTuple):
 
 
 class OffloadableTensor:
-    """A saved tensor that may live on the host until backward. `module`: what reads it in the
-    forward pass.
-    """
+    """A saved tensor that may live on the host until backward. `module`: its reader."""
 
     def __init__(self, tensor: Tensor, module: str):
         self.tensor: Tensor | None = tensor
@@ -147,9 +139,7 @@ def results_of(y: Any) -> tuple[Tensor, ...]:
 
 
 class RecomputeContext:
-    """Decides for one layer what its forward pass keeps. `modules`: the names of what its backward
-    pass computes again.
-    """
+    """Decides what a layer's forward pass keeps; `modules` are computed again."""
 
     def __init__(self) -> None:
         self.modules: frozenset[str] = frozenset()

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,27 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import ALONE, Axis, Groups
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a layer shares its matrices (TP), and whether activations are split in sequence (SP)."""
+
+    # the ranks that share each matrix: columns (qkv, fc1) or rows (proj, fc2) of it
+    axis: Axis = ALONE
+    # of these, the ranks that hold the same key/value head, where there are fewer heads than ranks
+    kv: Axis = ALONE
+    # between matrices each rank has an equal part of the sequence (SP)
+    sequence: bool = False
+    overlap: bool = True  # collectives run alongside the GEMMs that do not depend on them
+    experts: Axis = ALONE  # of expert-tensor-parallel ranks: those that hold other experts
+
+    @cached_property
+    def size(self) -> int:
+        return self.axis.size
+
+
+NO_TP = TensorParallel()
 
 
 @dataclass(frozen=True)
@@ -51,11 +72,7 @@ ONES = Init(value=1.0)
 
 @dataclass(frozen=True)
 class Shard:
-    """Tensor-parallel ranks hold equal parts along `dimension`.
-
-    There are as many parts as ranks, but at most `parts` (key/value heads): then several ranks hold
-    the same one.
-    """
+    """Equal parts along `dimension`, of which at most `parts` (key/value heads) differ."""
 
     dimension: int
     parts: int | None = None
@@ -123,8 +140,7 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Box:
     """Part of a logical tensor held by a local parameter: rows [start, start + rows) of each of
-    `groups` equal row groups. `spec`: what the model declares of the tensor, where the box is one
-    of a model's.
+    `groups` equal row groups. `spec`: the declaration of the tensor, in a box of a model's.
     """
 
     name: str
@@ -157,8 +173,7 @@ class ParameterSpec:
 
     A fused parameter consists of `interleave` equal groups of rows, and each group holds a part of
     every tensor in turn: per key/value head [its queries | key | value]. `is_gemm`: the weight of a
-    linear layer, whose gradient is one GEMM. That comes first in a backward pass, or is left for
-    later by a split one.
+    linear layer, whose gradient is one GEMM, which a split backward pass leaves for later.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -172,9 +187,7 @@ class ParameterSpec:
 
     @property
     def multipliers(self) -> Multipliers:
-        """Those of its tensors, which are fused only where they are the same; no weight decay where
-        it takes none.
-        """
+        """Those of its tensors, which have the same; no weight decay where it takes none."""
         multipliers = self.tensors[0].multipliers
         return multipliers if self.decay else replace(multipliers, weight_decay=0.0)
 
@@ -201,9 +214,7 @@ class ParameterSpec:
         return made
 
     def boxes(self, tp: TensorParallel = NO_TP) -> tuple[Box, ...]:
-        """The parts of logical tensors in this rank's parameter; none where they are all
-        padding.
-        """
+        """The parts of logical tensors in this rank's parameter; none where all is padding."""
         # Key/value heads are the groups of a fused QKV matrix; with more ranks than heads each rank
         # has one.
         groups = max(1, self.interleave // tp.size)
@@ -255,9 +266,7 @@ def matrix(
     is_gemm: bool | None = None,
     **declared: Any,
 ) -> ParameterSpec:
-    """A parameter that is one matrix: by default the weight of a linear layer, if its kind is
-    "matrix".
-    """
+    """One matrix; if its kind is "matrix", by default the weight of a linear layer."""
     is_gemm = kind == "matrix" if is_gemm is None else is_gemm
     return ParameterSpec((TensorSpec(name, shape, init, kind, **declared),), is_gemm=is_gemm)
 
@@ -270,9 +279,7 @@ def fuse(parameters: Iterable[ParameterSpec], interleave: int = 1) -> ParameterS
 
 
 def normal(config: ModelConfig, *, residual_output: bool = False) -> Init:
-    """Of a matrix: --init-method-std, over sqrt(2 x layers) where it ends a residual branch
-    (GPT-2).
-    """
+    """--init-method-std, over sqrt(2 x layers) where a residual branch ends (GPT-2)."""
     # Two additions to the stream a layer: its variance stays that of one layer.
     std = config.init_method_std
     return Init(std / (2 * config.num_layers) ** 0.5 if residual_output else std)

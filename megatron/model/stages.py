@@ -23,9 +23,7 @@ class Stage:
 
     @property
     def units(self) -> range:
-        """Numbers of its units among the model's: the embedding is 0, layer i is i + 1, the head
-        follows the last layer.
-        """
+        """Numbers of its units: the embedding is 0, layer i is i + 1, then the head."""
         return range(self.layers.start + (not self.embedding), self.layers.stop + 1 + self.head)
 
 
@@ -35,9 +33,7 @@ def whole(model: ModelConfig) -> tuple[Stage, ...]:
 
 
 def pipeline_stages(config: Config, padded_vocab: int) -> tuple[Stage, ...]:
-    """The stages of a resolved configuration along the forward pass: pipeline ranks x virtual
-    stages of them.
-    """
+    """The stages along the forward pass: pipeline ranks x virtual stages of each."""
     model, distributed = config.model, config.distributed
     if (
         distributed.pipeline_model_parallel_layout != AUTO
@@ -49,7 +45,7 @@ def pipeline_stages(config: Config, padded_vocab: int) -> tuple[Stage, ...]:
     )
     # auto: as even in FLOPs as whole units allow
     flops = unit_flops(model, config.data.seq_length, padded_vocab)
-    sizes = _balance_once(flops, unit_parameters(model, padded_vocab, copied=True), count)
+    sizes = balance(flops, unit_parameters(model, padded_vocab, copied=True), count)
     return _stages([size - (k == 0) - (k == count - 1) for k, size in enumerate(sizes)])
 
 
@@ -62,7 +58,8 @@ def _stages(layers: Sequence[int]) -> tuple[Stage, ...]:
     )
 
 
-def balance(flops: Sequence[int], parameters: Sequence[int], count: int) -> tuple[int, ...]:
+@lru_cache  # a plan asks again for each pipeline rank
+def balance(flops: tuple[int, ...], parameters: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Numbers of units in `count` consecutive stages, none empty: the largest stage's FLOPs are as
     few as can be, then its parameters, then the sum of the squares of all stages' FLOPs; what
     choice that leaves goes to fuller later stages, as the first ones hold the most
@@ -95,15 +92,10 @@ def balance(flops: Sequence[int], parameters: Sequence[int], count: int) -> tupl
     return best[0][1]
 
 
-_balance_once = lru_cache(balance)  # a plan asks again for each pipeline rank
-
-
 def _needed(
     flops: Sequence[int], parameters: Sequence[int], most_flops: int, most_parameters: int
 ) -> int:
-    """The fewest consecutive stages within both bounds; more than there are units when one unit
-    alone is beyond them.
-    """
+    """The fewest stages within both bounds; too many where one unit is beyond them."""
     stages, own = 1, [0, 0]
     for unit in zip(flops, parameters, strict=True):
         if unit[0] > most_flops or unit[1] > most_parameters:
@@ -116,9 +108,7 @@ def _needed(
 
 
 def _least(costs: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """The least sum of consecutive costs for which a condition holds that holds for all greater
-    ones.
-    """
+    """The least sum of consecutive costs from which on a condition holds."""
     ends = list(accumulate(costs, initial=0))
     # A stage's cost is one of these sums, and the condition is monotonic: bisect.
     sums = sorted({stop - start for i, start in enumerate(ends) for stop in ends[i + 1 :]})

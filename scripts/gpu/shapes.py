@@ -22,7 +22,7 @@ from megatron.kernels.rotary import rotary_, rotary_reference
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.model.main_grad import wgrad_gemm
+from megatron.model.linear import wgrad_gemm
 
 if IS_CUDA:
     TOKENS, HIDDEN, FFN, GROUPS, HEADS, DIM, VOCAB = 8192, 4096, 14336, 8, 4, 128, 128256

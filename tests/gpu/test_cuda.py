@@ -12,14 +12,12 @@ from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.distributed.setup import set_determinism
-from megatron.model import linear_cross_entropy
+from megatron.model import loss as loss_module
 from megatron.model.attention.attention import attention_core
 from megatron.model.embedding import accumulate_embedding_grad
-from megatron.model.linear import column_linear
+from megatron.model.linear import column_linear, wgrad_gemm
 from megatron.model.loss import cross_entropy, sharded_cross_entropy
-from megatron.model.main_grad import wgrad_gemm
-from megatron.model.spec import Box
-from megatron.model.tensor_parallel import NO_TP
+from megatron.model.spec import NO_TP, Box
 from megatron.training import pretrain as pretrain_module
 from pretrain_gpt import main
 
@@ -168,7 +166,7 @@ def test_head_and_loss_in_chunks(monkeypatch):
     """In bf16 against the two apart: losses, the input's gradient, and the weight's, summed in
     fp32.
     """
-    monkeypatch.setitem(linear_cross_entropy.HEAD_CHUNK_BYTES, "cuda", 100 * 1024 * 2)
+    monkeypatch.setitem(loss_module.HEAD_CHUNK_BYTES, "cuda", 100 * 1024 * 2)
     generator, results = torch.Generator().manual_seed(0), []
     x, weight = (
         torch.randn(*shape, generator=generator).bfloat16().cuda()
@@ -180,7 +178,7 @@ def test_head_and_loss_in_chunks(monkeypatch):
         x, weight = x.detach().requires_grad_(), torch.nn.Parameter(weight)
         weight.main_grad, x.grad = torch.zeros(1024, 64, device="cuda"), None
         if fused:
-            loss, lse = linear_cross_entropy.linear_cross_entropy(x, weight, labels, sharded)
+            loss, lse = loss_module.linear_cross_entropy(x, weight, labels, sharded)
         else:
             loss, lse = cross_entropy(column_linear(x, weight, None, NO_TP), labels, sharded)
         (loss + 1e-2 * lse.square()).sum().backward()

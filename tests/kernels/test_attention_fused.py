@@ -14,7 +14,7 @@ from selection import each_value
 from test_attention import assert_near, defined, results
 
 from megatron.config.groups import ModelConfig
-from megatron.model.attention.attention import SelfAttention, mask_of
+from megatron.model.attention.attention import SelfAttention, seen_by_queries
 from megatron.model.attention.rotary import RotaryTables
 
 pytestmark = pytest.mark.table(traits=each_value)
@@ -100,7 +100,7 @@ def test_a_layer_copies_nothing(device, monkeypatch, groups, rotary):
         return tensor
 
     with forth, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x.requires_grad_(), table, mask_of(config, S, None), None, training=False)
+        y = layer(x.requires_grad_(), table, seen_by_queries(config, S), None)
     with back:
         y.backward(dy)
     tokens, heads, d = S * B, 8, 8
@@ -154,7 +154,7 @@ def test_norms_of_heads_stay_in_the_projection(device, groups, rotary, kind):
         kept.clear()
         own = x.clone().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = layer(own, table, mask_of(config, S, None), None, training=False)
+            y = layer(own, table, seen_by_queries(config, S), None)
         y.backward(dy)
         results.append([y.detach(), own.grad, *(p.main_grad for p in layer.parameters())])
     names = ["y", "x", *(name for name, _ in layer.named_parameters())]

@@ -17,7 +17,7 @@ from unit.model.made import norm
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.model.kernels import choose_kernels, remarks
-from megatron.model.main_grad import wgrad_gemm
+from megatron.model.linear import wgrad_gemm
 from megatron.optimizer.optimizer import sum_of_squares
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,6 +5,7 @@ make of it.
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -27,8 +28,9 @@ from megatron.config.groups import (
     PrecisionConfig,
     TrainingConfig,
 )
-from megatron.model.experts.experts import RowCounts, add_expert_weight_grads, expert_gemms
+from megatron.model.experts.experts import RowCounts, expert_gemms, expert_wgrad_gemms
 from megatron.model.kernels import choose_kernels, expert_gemm_flops
+from megatron.model.linear import accumulate_weight_grad
 
 pytestmark = pytest.mark.table
 
@@ -116,7 +118,8 @@ def test_every_backend_is_the_loop(device, counts, o, i, dtype, backend):
         parameter.overwrite_main_grad = overwrite
         if overwrite:
             parameter.main_grad = torch.full_like(flat, torch.nan, dtype=torch.float32)
-        add_expert_weight_grads(dy, x, parameter, rows, backend)
+        gemm = partial(expert_wgrad_gemms, counts=rows, backend=backend)
+        accumulate_weight_grad(dy, x, parameter, gemm)
         exact = exact if overwrite else 2 * exact
         torch.testing.assert_close(
             parameter.main_grad.view(weight.shape), exact.float(), rtol=1e-5, atol=1e-5

@@ -23,10 +23,10 @@ from unit.by_hand import (
 from megatron.config.groups import ModelConfig
 from megatron.data.loader import Batch
 from megatron.distributed.groups import Layout, build_groups
-from megatron.model.attention.context_parallel import NO_CP, ContextParallel
+from megatron.model.attention.context_parallel import ContextParallel
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.spec import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.training.passes import share_positions
@@ -75,7 +75,7 @@ TRITON = {
 
 def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
     """The loss and every main_grad of one micro-batch on this rank."""
-    tp, cp = NO_TP, NO_CP
+    tp, cp = NO_TP, ContextParallel()
     if how in TYPES:
         groups = build_groups(Layout(cp=2), dist.get_rank(), dist.new_group, **TYPES[how])
         cp = ContextParallel.of(groups, how)

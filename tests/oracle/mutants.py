@@ -122,7 +122,7 @@ keys not normed | llama-gqa-qknorm-window
 queries and keys normed after their rotation | llama-gqa-qknorm-window
     self.q_norm(q), self.k_norm(k) => q, k
     return q, k, v => return self.q_norm(q), self.k_norm(k), v
-= megatron/model/attention/attention.py mask_of
+= megatron/model/attention/attention.py seen_by_queries
 a window of one key more | llama-gqa-qknorm-window
     config.window_size => config.window_size and config.window_size + 1
 a window of one key fewer | llama-gqa-qknorm-window
@@ -150,9 +150,9 @@ one dropout mask for attention's and the MLP's output | gpt-dropout
     "attention.output_dropout" => "mlp.output_dropout"
 no dropout behind the embedding | gpt-dropout
     if record.first and self.drops => if False
-= megatron/model/dropout.py _apply
+= megatron/model/dropout.py Dropout.hidden
 hidden states that dropout keeps not scaled up | gpt-dropout
-    * (1 / (1 - probability)) =>
+    * (1 / (1 - self.probability)) =>
 = megatron/model/dropout.py Dropout.add
 the residual dropped too | gpt-dropout
     return residual + self.hidden(x, state) => return self.hidden(x + residual, state)
@@ -190,11 +190,13 @@ init-method-std ignored | llama
 = megatron/model/init.py fill_initial
 the seed of initial weights ignored | uneven-split-seed-llama3
     philox.key(seed, => philox.key(1234,
-= megatron/model/loss.py cross_entropy
+= megatron/model/loss.py _CrossEntropy.forward
 the cap of logits ignored | caps-zloss
-    own, sharded) => own, __import__("dataclasses").replace(sharded, softcap=None))
+    own = => sharded = __import__("dataclasses").replace(sharded, softcap=None)
+        own =
 padded vocabulary takes probability | llama
-    own, sharded) => own, __import__("dataclasses").replace(sharded, count=logits.shape[-1]))
+    own = => sharded = __import__("dataclasses").replace(sharded, count=logits.shape[-1])
+        own =
 = megatron/model/loss.py ShardedCrossEntropy.into_gradient
 the gradient without the derivative of the cap of logits | caps-zloss
     if self.softcap is not None => if False

@@ -50,7 +50,7 @@ the halves of an overlapped sum in another order | documents tp2 sp
 = megatron/distributed/collectives.py _add_in_rank_order
 a reduce-scatter without some rank's part | gpt dp2 serial
     torch.add(parts[0], parts[1], out=out) => out.copy_(parts[axis.rank])
-= megatron/model/main_grad.py accumulate_weight_grad
+= megatron/model/linear.py accumulate_weight_grad
 a weight's first GEMM added to what the last step left | gpt tp2
     overwrite = getattr(weight, "overwrite_main_grad", False) => overwrite = False
 every GEMM overwrites | gpt tp2
@@ -58,7 +58,7 @@ every GEMM overwrites | gpt tp2
 = megatron/model/embedding.py _Embedding.forward
 overlapping vocabulary ranges of the embedding | gpt tp2
     rank * weight.shape[0] => rank * (weight.shape[0] - 1)
-= megatron/model/loss.py cross_entropy
+= megatron/model/loss.py _CrossEntropy.forward
 shifted labels of the cross-entropy | gpt tp2
     labels.flatten() - sharded.first => labels.flatten() - sharded.first - sharded.tp.axis.rank
 = megatron/model/loss.py ShardedCrossEntropy.combine
@@ -67,10 +67,10 @@ a maximum of logits not shared | gpt tp2
 = megatron/model/loss.py sharded_cross_entropy
 probability for padded vocabulary | padding tp2 sp
     count = min(max(vocab_size - first, 0), width) => count = width
-= megatron/model/linear_cross_entropy.py _LinearCrossEntropy.backward
+= megatron/model/loss.py _LinearCrossEntropy.backward
 a fused head whose ranks keep their part of dx | fused-head tp2 dp2
     else all_reduce(dx, tp.axis) => else dx
-= megatron/model/linear_cross_entropy.py _chunks
+= megatron/model/loss.py _chunks
 a fused head's chunks that leave tokens out | fused-head tp2 sp
     range(0, x.shape[0], step) => range(0, x.shape[0] - step, step)
 = megatron/model/attention/attention.py CoreAttention.__init__
@@ -282,7 +282,7 @@ key/value heads repeated in turn, not each for its queries | gqa2-qknorm cp4 a2a
 gradients of keys and values that the own queries gave alone | gpt cp4 allgather
     reduce_scatter(gradient.flatten(0, 1), axis) =>
         gradient.flatten(0, 1).chunk(axis.size)[axis.rank]
-= megatron/model/attention/attention.py mask_of
+= megatron/model/attention/attention.py seen_by_queries
 a mask as if the rank's queries were the first | dropout cp2 allgather
     "q_positions": own, => "q_positions": torch.arange(len(own)),
 = megatron/model/attention/attention.py CoreAttention._over_ranks
@@ -309,7 +309,7 @@ a backward pass that normalizes each block by itself | gpt cp2 p2p
 = kernels/attention.py _kept
 keys of each block counted from 0 in dropout | dropout cp2 p2p
     drop, mask.k_positions => drop
-= megatron/model/experts/experts.py add_expert_weight_grads
+= megatron/model/experts/experts.py _ExpertLinear.backward
 gradients of experts divided by the ranks that hold them | moe dp4 ep2
     accumulate_weight_grad(dy, => accumulate_weight_grad(dy / 2,
 gradients of experts summed over ranks that do not hold them | moe dp2 ep2

@@ -22,7 +22,8 @@ from unit.parallel.recorded import RecordedGraph
 
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
-from megatron.model import compile, linear_cross_entropy
+from megatron.model import compile
+from megatron.model import loss as loss_module
 from megatron.model.layer import TransformerLayer, WithScalars
 from megatron.model.linear import WeightGrad, add_weight_grads
 from megatron.model.mlp import MLP
@@ -268,7 +269,7 @@ def overflow() -> Iterator[None]:
 
 def few_tokens() -> contextlib.AbstractContextManager:
     """The logits of five to ten tokens at once, where they are made in chunks."""
-    return mock.patch.dict(linear_cross_entropy.HEAD_CHUNK_BYTES, cpu=2000)
+    return mock.patch.dict(loss_module.HEAD_CHUNK_BYTES, cpu=2000)
 
 
 @contextlib.contextmanager

@@ -184,7 +184,7 @@ def _balanced_stages(row: Row, stages: int) -> str:
     attention = 2 * hidden * hidden * (heads + groups) // heads
     matrices = 3 if (row.get("mlp") or _mlp_of(row)) == "swiglu" else 2
     layer = attention + hidden * (matrices * int(number(row, "ffn")) + 2)
-    parameters = [matrix, *[layer] * layers, matrix]
+    parameters = (matrix, *[layer] * layers, matrix)
     letters = iter("E" + "t" * layers + "L")
     sizes = balance(parameters, parameters, stages)
     return "|".join("".join(itertools.islice(letters, size)) for size in sizes)

@@ -6,7 +6,8 @@ s query length, t key length, b batch, n query heads, g key/value heads, d head 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,14 +22,12 @@ from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.kernels.dispatch import CANDIDATES
 from megatron.model.attention.context_parallel import (
-    NO_CP,
     ContextParallel,
     Places,
     gather_keys,
     heads_for_sequence,
     sequence_for_heads,
 )
-from megatron.model.attention.qk_norm import normed_projection
 from megatron.model.attention.ring_attention import (
     AttentionStep,
     BlockAttention,
@@ -39,59 +38,75 @@ from megatron.model.attention.ring_attention import (
 from megatron.model.attention.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.linear import ColumnLinear, RowLinear
-from megatron.model.norm import Norm
-from megatron.model.spec import ParameterSpec, Shard, fuse, matrix, normal, parts_under, vector
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.norm import Norm, normed_projection
+from megatron.model.spec import (
+    NO_TP,
+    ParameterSpec,
+    Shard,
+    TensorParallel,
+    fuse,
+    matrix,
+    normal,
+    parts_under,
+    vector,
+)
 
-CAUSAL = AttentionMask()
 OURS = ("triton", *CANDIDATES)  # the backends of flash_attention, which takes masks with tables
 # the backends of scaled_dot_product_attention; kernels/fa4.py puts its own kernels there
 SDPA = ("sdpa", "fa4")
 
 
-def mask_of(
+@dataclass(frozen=True)
+class Seen:
+    """What the queries of layers with the same window see."""
+
+    mask: AttentionMask
+    places: Places | None = None  # under context parallelism
+    steps: tuple[AttentionStep, ...] = ()  # of attention, where it is computed in several
+
+
+def seen_by_queries(
     config: ModelConfig,
     length: int,
-    document_starts: Tensor | None,
-    own: Tensor | None = None,
-) -> AttentionMask:
-    """The mask of the layers with this window, for samples of this length, one document each or
-    with document_starts [b, s]. `own`: the queries' positions, where they are not all.
+    document_starts: Tensor | None = None,
+    cp: ContextParallel = ContextParallel(),
+    places: Places | None = None,
+) -> Seen:
+    """What this rank's queries see in the layers with this window, of samples of this length, one
+    document each or with document_starts [b, s]. The mask of several steps is the first one's.
     """
+    if places is not None and (steps := _steps(config, cp, places, document_starts)):
+        return Seen(steps[0].mask, places, steps)
+    queries = length
     given: dict[str, Any] = {"window": config.window_size, "document_starts": document_starts}
-    if own is not None:
+    if places is not None and cp.gathers:
         # Queries of some positions only, keys of all.
+        own, queries = places.own, len(places.own)
         given |= {"q_positions": own, "k_positions": torch.arange(length, device=own.device)}
         if document_starts is not None:
             given["document_starts"] = document_starts[:, own]
     if config.attention_backend in OURS:
         # Our kernels read tables of bounds, made here once for all layers with this window.
-        return attention_mask(length if own is None else len(own), length, **given)
-    return AttentionMask(**given)
+        return Seen(attention_mask(queries, length, **given), places)
+    return Seen(AttentionMask(**given), places)
 
 
-def steps_of(
-    config: ModelConfig, cp: ContextParallel, places: Tensor, document_starts: Tensor | None
+def _steps(
+    config: ModelConfig, cp: ContextParallel, places: Places, document_starts: Tensor | None
 ) -> tuple[AttentionStep, ...]:
-    """The steps of attention of the layers with this window, where it is computed in several.
-    `places` [C, s / C] of all context-parallel ranks, document_starts [b, s].
-    """
-    if cp.ring.size > 1:
-        # a2a+p2p: the ranks that exchange heads are one rank of the ring
-        places, rank = places.reshape(cp.ring.size, -1), cp.ring.rank
-    elif (
+    """The steps of attention, one a block of keys; none where it is computed at once."""
+    # a2a+p2p: the ranks that exchange heads are one rank of the ring
+    axis = cp.ring
+    if axis.size == 1:
         # Over gathered keys, rank by rank: torch's fused kernel computes all pairs of a mask, and a
         # block of another rank needs none. On a CPU alone, where it gives its log-sum-exp.
-        cp.gathers
-        and places.device.type == "cpu"
-        and choose_attention(config, training=True) == "sdpa"
-    ):
-        rank = cp.axis.rank
-    else:
-        return ()
+        on_cpu = places.own.device.type == "cpu"
+        if not (cp.gathers and on_cpu and choose_attention(config, training=True) == "sdpa"):
+            return ()
+        axis = cp.axis
     return ring_steps(
-        places,
-        rank,
+        places.order.view(axis.size, -1),
+        axis.rank,
         config.window_size,
         document_starts,
         by_positions=config.attention_dropout > 0,
@@ -109,29 +124,25 @@ def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
 
 
 def choose_attention(config: ModelConfig, *, training: bool) -> str:
-    """The implementation of the attention core: what the flag specifies, else torch's fused one
-    where it can do what is asked.
-
-    Raises UserError when --attention-backend sdpa or fa4 is forced with settings it cannot compute.
-    """
+    """The attention core: what the flag names; of `auto` torch's fused one where that is enough."""
     backend = config.attention_backend
     if backend in (*OURS, "plain"):
         return backend
     needs_plain = beyond_sdpa(config, training=training)
-    if backend in SDPA and needs_plain:
+    if backend not in SDPA:
+        return "plain" if needs_plain else "sdpa"
+    if needs_plain:
         raise UserError(
             f"--attention-backend {backend} cannot compute {', '.join(needs_plain)}: drop it, "
             "or take --attention-backend auto"
         )
-    if needs_plain:
-        return "plain"
-    return backend if backend in SDPA else "sdpa"
+    return backend
 
 
 def attention_core(
     *qkv: Tensor,
     scale: float,
-    mask: AttentionMask = CAUSAL,
+    mask: AttentionMask = AttentionMask(),
     backend: str = "sdpa",
     softcap: float | None = None,
     dropout: Dropout | None = None,
@@ -142,9 +153,8 @@ def attention_core(
     """Attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d].
 
     Backend triton also takes the fused projection [s, b, g, n / g + 2, d] instead of the three, and
-    copies nothing in either pass. `mask` specifies which keys a query sees. Dropout acts where
-    there is a dropout_state; first_head numbers q's first head within the model. What is not
-    deterministic is our kernels' way to add up dq; torch's own follow
+    copies nothing in either pass. Dropout acts where there is a dropout_state; first_head numbers
+    q's first head within the model. `deterministic` is of our kernels' sum of dq; torch's follow
     torch.use_deterministic_algorithms.
     """
     if backend not in SDPA:
@@ -243,37 +253,32 @@ class CoreAttention(nn.Module):
             "deterministic": config.deterministic_mode,
         }
 
-    def forward(
-        self,
-        *qkv: Tensor,
-        mask: AttentionMask,
-        dropout_state: DropoutState | None,
-        training: bool,
-        places: Places | None = None,
-    ) -> Tensor:
-        """`places`: under context parallelism."""
-        given: dict[str, Any] = {"dropout_state": dropout_state, "backend": self.backend[training]}
-        if places is not None and places.steps:
-            core = partial(self._by_blocks, steps=places.steps, **given)
-            out = self._over_ranks(core, qkv, places)
+    def forward(self, *qkv: Tensor, seen: Seen, dropout_state: DropoutState | None) -> Tensor:
+        """`dropout_state`: None in evaluation."""
+        backend = self.backend[dropout_state is not None]
+        given: dict[str, Any] = {"dropout_state": dropout_state, "backend": backend}
+        core: Callable[..., Tensor]
+        if seen.steps:
+            core = partial(self._by_blocks, steps=seen.steps, **given)
         else:
-            given |= {"mask": mask, "dropout": self.dropout, **self.settings}
-            if places is None:
-                out = attention_core(*qkv, first_head=self.first_head, **given)
-            else:
-                out = self._over_ranks(partial(attention_core, **given), qkv, places)
+            core = partial(
+                attention_core, mask=seen.mask, dropout=self.dropout, **self.settings, **given
+            )
+        if seen.places is None:
+            out = core(*qkv, first_head=self.first_head)
+        else:
+            out = self._over_ranks(core, *qkv, seen=seen)
         # [s, b, n, d] -> [s, b, n d]; latent attention fills values with zeros to the keys' width
         if out.shape[-1] != self.value_width:
             out = out[..., : self.value_width]
         return out.flatten(2)
 
     def _over_ranks(
-        self, core: Callable[..., Any], qkv: tuple[Tensor, ...], places: Places
+        self, core: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, seen: Seen
     ) -> Tensor:
         """Attention [s / C, b, n, d] of this rank's queries over all ranks' keys and values."""
-        q, k, v = qkv
-        if self.cp.gathers and not places.steps:  # all-gather, then one call over all keys
-            k, v = gather_keys(k, v, places, self.cp.axis)
+        if self.cp.gathers and not seen.steps:  # all-gather, then one call over all keys
+            k, v = gather_keys(k, v, seen.places, self.cp.axis)
             return core(q, k, v, first_head=self.first_head)
         axis = self.cp.heads
         if axis.size == 1:
@@ -309,9 +314,7 @@ class CoreAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. A form of attention makes
-    its projections, and of them what the core reads.
-    """
+    """x [s, b, h] -> [s, b, h]. Subclasses make the projections that the core reads."""
 
     # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"qkv": "project"}
@@ -323,7 +326,7 @@ class Attention(nn.Module):
         seed: int,
         layer: int,
         tp: TensorParallel = NO_TP,
-        cp: ContextParallel = NO_CP,
+        cp: ContextParallel = ContextParallel(),
     ):
         super().__init__()
         self.config, self.tp, self.cp_size = config, tp, cp.size
@@ -332,55 +335,33 @@ class Attention(nn.Module):
         self.core = CoreAttention(config, seed, layer, tp, cp)
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary | None,
-        mask: AttentionMask,
-        dropout_state: DropoutState | None,
-        places: Places | None = None,
-        *,
-        training: bool,
+        self, x: Tensor, rotary: Rotary | None, seen: Seen, dropout_state: DropoutState | None
     ) -> Tensor:
-        """`places`: under context parallelism."""
+        """`dropout_state`: None in evaluation."""
         # [s, b, g, n / g + 2, d], or q, k and v; under SP of the whole sequence, as ColumnLinear
         # gathers
-        qkv = self.project(x, rotary=rotary, training=training)
-        out = self.core(
-            *qkv, mask=mask, dropout_state=dropout_state, training=training, places=places
-        )
-        return self.proj(out)
+        qkv = self.project(x, rotary=rotary, training=dropout_state is not None)
+        return self.proj(self.core(*qkv, seen=seen, dropout_state=dropout_state))
 
     def make_projections(self, config: ModelConfig, name: str) -> None:
         """The linear layers and norms, whose tensors have names that begin with `name`."""
         raise NotImplementedError
 
+    def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
+        """What the attention core reads: the fused projection, or queries, keys and values."""
+        raise NotImplementedError
+
     def output_projection(self, config: ModelConfig, name: str) -> RowLinear:
         """[h, n v], with the bias if there is one."""
-        h = config.hidden_size
-        weight = matrix(
-            f"{name}.proj.weight",
-            (h, config.num_attention_heads * config.value_channels),
-            # GPT-2 scales the initial values of matrices that write to the residual stream.
-            normal(config, residual_output=True),
-            shard=Shard(1),
-        )
+        h, width = config.hidden_size, config.num_attention_heads * config.value_channels
+        # GPT-2 scales the initial values of matrices that write to the residual stream.
+        init = normal(config, residual_output=True)
+        weight = matrix(f"{name}.proj.weight", (h, width), init, shard=Shard(1))
         bias = None
         if config.add_bias_linear:
             sums = parts_under(self.tp.sequence)
             bias = vector(f"{name}.proj.bias", h, copies="tp", grad_sum=sums)
         return RowLinear(weight, bias, self.tp)
-
-    def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
-        """What the attention core reads: the fused projection, or queries, keys and values."""
-        raise NotImplementedError
-
-    def readers(self) -> Iterable[tuple[nn.Module, str, str | None]]:
-        """Under what the modules' inputs are filed where activations are offloaded, see
-        RecomputeContext.parking.
-        """
-        yield self, "qkv_linear", ""
-        yield self.core, "core_attn", None
-        yield self.proj, "attn_proj", None
 
 
 def is_projection_read(config: ModelConfig, backend: str, cp_size: int, rotates: bool) -> bool:
@@ -397,21 +378,15 @@ def fused_qkv(config: ModelConfig, name: str) -> tuple[ParameterSpec, ParameterS
     key/value head [its query heads | key | value]. With fewer key/value heads than ranks, several
     ranks hold (and draw) the same one.
     """
-    h, d, groups = config.hidden_size, config.kv_channels, config.num_query_groups
+    d, groups = config.kv_channels, config.num_query_groups
+    of_groups = {"shard": Shard(0, groups), "copies": "kv", "grad_sum": ("kv",)}
     weights, biases = [], []
     for part in "qkv":
-        heads = config.num_attention_heads
-        held: dict[str, Any] = {"shard": Shard(0)}
-        if part != "q":
-            heads = groups
-            held = {
-                "shard": Shard(0, groups),
-                "copies": "kv",
-                "grad_sum": ("kv",),
-            }
-        shape = heads * d, h
+        rows = d * (config.num_attention_heads if part == "q" else groups)
+        held: dict[str, Any] = {"shard": Shard(0)} if part == "q" else of_groups
+        shape = rows, config.hidden_size
         weights.append(matrix(f"{name}.{part}.weight", shape, normal(config), **held))
-        biases.append(vector(f"{name}.{part}.bias", heads * d, **held))
+        biases.append(vector(f"{name}.{part}.bias", rows, **held))
     return fuse(weights, groups), fuse(biases, groups)
 
 
@@ -468,8 +443,3 @@ class SelfAttention(Attention):
             if rotary is not None:
                 q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
         return q, k, v
-
-    def readers(self) -> Iterable[tuple[nn.Module, str, str | None]]:
-        yield from super().readers()
-        # Behind the projection, norms and rotation save what they share with the core.
-        yield self.qkv, "qkv_linear", "core_attn"  # norms and rotation read what the core reads

@@ -17,11 +17,11 @@ positions are given out by the pairs that they see.
     a2a+p2p      A neighbouring ranks exchange heads for positions, and C / A such groups make a
                  ring: each rank then computes n / A heads of a group's positions.
 
-Which positions are dealt out to whom follows from that: to the ranks of all-gather, or of the ring,
-so that their work is even; the ranks that exchange heads share a part, each some of its positions
-in a row. Gathered keys are put in their natural order, so that a mask, and the counters of dropout,
-are those of the whole sequence. s length of the sample, C ranks, b batch, n query heads, g
-key/value heads of this tensor-parallel rank, d head dim.
+Ranks that exchange heads share one of these parts, each some of its positions in a row. Gathered
+keys are put in their natural order, so that masks and dropout are those of the whole sequence.
+
+s length of the sample, C ranks, b batch, n query heads, g key/value heads of this tensor-parallel
+rank, d head dim.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from torch import Tensor
 
 from megatron.distributed.collectives import all_gather, all_to_all, reduce_scatter
 from megatron.distributed.groups import ALONE, Axis, Groups
-from megatron.model.attention.ring_attention import AttentionStep
 from megatron.model.linear_map import linear_map
 
 BLOCK = 128  # positions that go together where documents are masked, at most
@@ -65,16 +64,12 @@ class ContextParallel:
         return self.axis.size
 
 
-NO_CP = ContextParallel()
-
-
 class Places(NamedTuple):
     """The positions of a micro-batch on the ranks of a context-parallel axis."""
 
     own: Tensor  # [s / C] of this rank, ascending
     order: Tensor  # [s] of all ranks, one rank behind the other
     inverse: Tensor  # [s] where each position is in `order`
-    steps: tuple[AttentionStep, ...] = ()  # of attention, where it is computed in several
 
     @classmethod
     def of(cls, places: Tensor, cp: ContextParallel) -> Places:
@@ -124,9 +119,9 @@ def places_of(
 
 
 def _shares(work: np.ndarray, size: int) -> np.ndarray:
-    """[size, blocks / size]: the blocks of each rank, as many for each and about as much work. The
-    heaviest come first, each to the rank with the least work so far; then the ranks with the most
-    and the least exchange blocks while that brings them closer.
+    """[size, blocks / size]: as many blocks for each rank, and about as much work. The heaviest
+    come first, each to the rank with the least work so far; then the ranks with the most and the
+    least exchange blocks while that brings them closer.
     """
     count = len(work) // size
     taken: list[list[int]] = [[] for _ in range(size)]
@@ -145,9 +140,7 @@ def _shares(work: np.ndarray, size: int) -> np.ndarray:
 
 
 def _exchange(shares: np.ndarray, work: np.ndarray) -> bool:
-    """Exchange two blocks of the ranks with the most and the least work, in place; False where that
-    is not needed or does not help.
-    """
+    """Exchange blocks of the ranks with most and least work; False if that cannot help."""
     totals = work[shares].sum(1)
     most, least = shares[totals.argmax()], shares[totals.argmin()]
     if totals.max() <= EVEN * totals.mean():

@@ -29,14 +29,11 @@ from megatron.model.attention.rotary import Rotary, rotate_pairs, rotate_pairs_b
 from megatron.model.linear import ColumnLinear, Linear
 from megatron.model.linear_map import linear_map
 from megatron.model.norm import Norm
-from megatron.model.spec import Shard, matrix, normal, parts_under
-from megatron.model.tensor_parallel import TensorParallel
+from megatron.model.spec import Shard, TensorParallel, matrix, normal, parts_under
 
 
 def _for_all_heads(x: Tensor, tp: TensorParallel) -> Tensor:
-    """What the heads of all tensor-parallel ranks read of x [s, b, r]: x, or under sequence
-    parallelism that of all ranks.
-    """
+    """x [s, b, r] for the heads of all tensor-parallel ranks: under SP that of all ranks."""
     return all_gather(x.contiguous(), tp.axis) if tp.sequence else x.view_as(x)
 
 

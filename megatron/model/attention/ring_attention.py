@@ -158,17 +158,13 @@ class BlockAttention:
 
 
 def _by_head(*tensors: Tensor) -> list[Tensor]:
-    """[b, heads, length, d] of [length, b, heads, d], in fp32 where they are narrower: in bf16 the
-    kernel takes three times as long.
-    """
+    """[b, heads, length, d] in fp32 or wider: in bf16 the kernel takes three times as long."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return [x.permute(1, 2, 0, 3).to(wide) for x in tensors]
 
 
 def _mask_arguments(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
-    """The kernel's is_causal, and what it adds to the scores [b or 1, 1, s, t] of q [b, n, s, d]
-    and k [b, g, t, d] where a mask knows positions.
-    """
+    """The kernel's is_causal, and what a mask of positions adds to scores [b or 1, 1, s, t]."""
     if mask.q_positions is None:
         return mask.causal, None
     seen = mask.dense(q.shape[2], k.shape[2], q.device)

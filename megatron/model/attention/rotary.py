@@ -47,9 +47,7 @@ def _kept_by_yarn(config: ModelConfig, rotating: int) -> Tensor:
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Radians per position of each pair [r / 2] in float64, and the factor on cos and sin (YaRN's
-    temperature, else 1).
-    """
+    """Radians per position of each pair [r / 2] in float64; the factor on cos and sin (YaRN's)."""
     rotating = config.rotary_width
     channel = torch.arange(0, rotating, 2, dtype=torch.float64)
     # theta_i = base^(-2i / r)
@@ -78,10 +76,7 @@ class RotaryTables:
         self.frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
     def table(self, positions: Tensor) -> Rotary:
-        """(cos, cos) and (-sin, sin) over the two halves [s, b, 1, r], from positions [s, b].
-
-        Angles in float64, rounded once.
-        """
+        """(cos, cos) and (-sin, sin) over the two halves [s, b, 1, r], from positions [s, b]."""
         if positions.device not in self.frequencies:
             frequency, scale = inverse_frequencies(self.config)
             self.frequencies[positions.device] = frequency.to(positions.device), scale
@@ -93,9 +88,7 @@ class RotaryTables:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """x * cos + (x with its halves swapped) * sin: three passes over whole rows; direction -1 turns
-    back.
-    """
+    """x * cos + (x with its halves swapped) * sin in three passes; direction -1 turns back."""
     width = cos.shape[-1]
     # Under --rotary-percent channels from `width` on do not turn.
     turning = x if width == x.shape[-1] else x[..., :width]
@@ -170,9 +163,7 @@ class _RotaryInPlace(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, rotary: Rotary | None, backend: str = "torch") -> Tensor:
-    """Rotate x [s, b, n, d] by the table, in place with backend triton; the identity when there is
-    none.
-    """
+    """Rotate x [s, b, n, d], in place with backend triton; the identity without a table."""
     if rotary is None:
         return x
     return (
@@ -212,7 +203,5 @@ def rotate_projection(qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tens
 
 
 def rotate_fused(qkv: Tensor, rotary: Rotary, heads: tuple[int, int, int]) -> Tensor:
-    """Rotate queries and keys of the fused projection [s, b, g (q + 2) d] in place, by
-    kernels/rotary.py; heads = (g, q + 2, d).
-    """
+    """Rotate queries and keys of qkv [s, b, g (q + 2) d] in place; heads = (g, q + 2, d)."""
     return _RotaryInPlace.apply(qkv, *rotary, heads, heads[1] - 1)

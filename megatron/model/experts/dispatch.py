@@ -9,12 +9,11 @@ that what goes to one rank lies together, and what comes is put in the order of 
                  ranks' outputs is scattered: T h (ep - 1) elements each way. Less where ep < k.
 
 Ranks that share the matrices of an expert (etp) first have each other's rows, and at the end the
-sum of their parts. Rows never meet in an addition whose order is not fixed: a token's outputs are
-gathered and added up choice by choice, and so are the gradients of its row. Which assignment goes
-where is a plan of integers, made once: a recomputation is given the same plan. The host waits once,
-for the numbers of rows; not at all where every assignment stays on this rank and the experts'
-GEMMs read the numbers on the device. T tokens of this rank, h hidden, N rows of this rank's
-experts.
+sum of their parts. Additions have a fixed order: a token's outputs are gathered and added up choice
+by choice, and so are the gradients of its row. Which assignment goes where is a plan of integers,
+which a recomputation is given again. The host waits once, for the numbers of rows; not at all where
+every assignment stays on this rank and the experts' GEMMs read the numbers on the device. T tokens
+of this rank, h hidden, N rows of this rank's experts.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from megatron.distributed.interleaver import yield_turn
 from megatron.model.experts.experts import TRITON, RowCounts
 from megatron.model.experts.router import count_of
 from megatron.model.linear_map import linear_map
-from megatron.model.tensor_parallel import TensorParallel
+from megatron.model.spec import TensorParallel
 
 
 class Assignments(NamedTuple):
@@ -67,19 +66,17 @@ class DispatchPlan(NamedTuple):
     """Which assignment goes where."""
 
     assignments: Assignments
-    exchange: RowExchange | None  # with ranks that hold other experts
-    spread: RowExchange | None  # with ranks that hold other parts of the same experts
-    order: Tensor | None  # [N] of the rows that came, in the order of the experts here
-    place: Tensor | None  # its inverse
     counts: RowCounts
+    exchange: RowExchange | None = None  # with ranks that hold other experts
+    spread: RowExchange | None = None  # with ranks that hold other parts of the same experts
+    order: Tensor | None = None  # [N] of the rows that came, in the order of the experts here
+    place: Tensor | None = None  # its inverse
 
 
 def assignments_by_expert(
     experts: Tensor, keep: Tensor | None, count: int
 ) -> tuple[Tensor, Assignments]:
-    """(how many assignments each of `count` experts has, the assignments [T, k] in their order).
-    Those that are not kept come last.
-    """
+    """(counts of `count` experts, assignments [T, k] in their order, those not kept last)."""
     # Choices that no expert takes count as of an expert behind the last, so they sort to the end.
     flat = experts.flatten() if keep is None else torch.where(keep, experts, count).flatten()
     order = flat.argsort(stable=True)
@@ -97,6 +94,11 @@ def _first(assignments: Assignments, count: int, taken: Tensor) -> Assignments:
 def _sums(numbers: list[int], size: int) -> list[int]:
     """The sum of each `size` numbers."""
     return [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+
+
+def _sums_by_expert(numbers: list[int], experts: int) -> list[int]:
+    """The sums over sources of the numbers of each expert, source by source."""
+    return [sum(numbers[expert::experts]) for expert in range(experts)]
 
 
 def inverse_of(order: Tensor) -> Tensor:
@@ -159,9 +161,7 @@ def _permuted(rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Tensors with a row for each assignment, to the ranks of its expert, or `back`; each is the
-    other's adjoint.
-    """
+    """Rows to the ranks of their experts, or `back`; each is the other's adjoint."""
 
     @staticmethod
     def forward(
@@ -206,60 +206,26 @@ def _summed(rows: Tensor, spread: RowExchange) -> Tensor:
     return parts.view(size, own, *rows.shape[1:]).sum(0, dtype=wide).to(rows.dtype)
 
 
-class AllToAll:
-    """Rows go where they are needed. `grid`: the ranks that share each expert's matrices and those
-    that hold other experts; `count`: experts of a layer; `backend`: of their GEMMs.
+class Dispatcher:
+    """Brings rows to their experts and back. `grid`: the ranks that share each expert's matrices
+    and those that hold other experts; `count`: experts of a layer; `backend`: of their GEMMs.
     """
 
     def __init__(self, grid: TensorParallel, count: int, backend: str):
         self.grid, self.count, self.backend = grid, count, backend
-        # all experts are here, and their GEMMs need no numbers on the host
-        self.stays_uncounted = grid.experts.size == grid.axis.size == 1 and backend == TRITON
+        self.held = count // grid.experts.size  # experts here
+        self.gathered: list[Axis] = []  # whose ranks' rows are all here
+        self.is_alone = grid.experts.size == grid.axis.size == 1  # all experts are here
 
-    @torch.no_grad()
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
         """Where assignments [T, k] go whose experts these are; `keep`: those that go anywhere."""
-        ep, etp = self.grid.experts, self.grid.axis
-        # How many rows go to each expert, sorted by expert: what goes to a rank lies together.
-        chosen, assignments = assignments_by_expert(experts, keep, self.count)
-        if keep is None and self.stays_uncounted:
-            return DispatchPlan(assignments, None, None, None, None, RowCounts.of(TRITON, chosen))
-        # Every rank learns how many rows come from whom: all-to-all over ep of the counts [E], then
-        # all-gather over etp of what its ranks will receive.
-        coming = all_gather(all_to_all(chosen.view(ep.size, -1), ep).flatten(), etp)
-        numbers = torch.cat([chosen, coming]).tolist()  # the host waits here
-        mine, theirs = numbers[: self.count], numbers[self.count :]
-        here = self.count // ep.size
-        if keep is not None:
-            assignments = _first(assignments, sum(mine), keep)
-        # Rows arrive source by source, and within a source expert by expert; the GEMMs need them
-        # expert by expert.
-        sources = _sums(theirs, here)  # rows from each rank of ep, of each rank of etp
-        own = sources[etp.rank * ep.size :][: ep.size]
-        coming = coming.view(-1, here)
-        # One source delivers the rows in order.
-        order = transposed_order(coming, sum(theirs)) if len(sources) > 1 else None
-        return DispatchPlan(
-            assignments,
-            RowExchange.of(ep, _sums(mine, here), own),
-            RowExchange.of(etp, [sum(own)] * etp.size, _sums(sources, ep.size)),
-            order,
-            None if order is None else inverse_of(order),
-            self._counts(coming, theirs),
-        )
-
-    def _counts(self, coming: Tensor, numbers: list[int]) -> RowCounts:
-        """Of the rows that come, [sources, experts here], and the same on the host."""
-        here = coming.shape[1]
-        return RowCounts.of(
-            self.backend, coming, (sum(numbers[expert::here]) for expert in range(here))
-        )
+        raise NotImplementedError
 
     def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
-        """x [T, h] and the weights of its assignments [T, k] -> those of the experts here, [N, h]
-        and [N].
-        """
-        # permute, all-to-all over ep, all-gather over etp, permute
+        """x [T, h], weights [T, k] -> those of the experts here, [N, h] and [N]."""
+        # all-gather; or permute, all-to-all over ep, all-gather over etp, permute
+        for axis in self.gathered:
+            x, weights = (linear_map(y, all_gather, reduce_scatter, axis) for y in (x, weights))
         rows = linear_map(x, _take_rows, _add_up, plan.assignments)
         of_rows = linear_map(weights, _take_weights, _put_weights, plan.assignments)
         if plan.exchange is not None:
@@ -281,40 +247,64 @@ class AllToAll:
             rows = linear_map(rows, _summed, _spread, plan.spread)
         if plan.exchange is not None:
             (rows,) = _Exchange.apply(plan.exchange, True, rows)
-        return linear_map(rows, _add_up, _take_rows, plan.assignments)
+        y = linear_map(rows, _add_up, _take_rows, plan.assignments)
+        for axis in reversed(self.gathered):
+            y = linear_map(y, reduce_scatter, all_gather, axis)
+        return y
 
 
-class AllGather:
-    """All rows go everywhere. Arguments and methods are those of AllToAll."""
-
-    def __init__(self, grid: TensorParallel, count: int, backend: str):
-        self.grid, self.count, self.backend = grid, count, backend
-        self.axes = [axis for axis in (grid.experts, grid.axis) if axis.size > 1]
+class AllToAll(Dispatcher):
+    """Rows go where they are needed."""
 
     @torch.no_grad()
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
-        here = self.count // self.grid.experts.size
+        ep, etp = self.grid.experts, self.grid.axis
+        # How many rows go to each expert, sorted by expert: what goes to a rank lies together.
+        chosen, assignments = assignments_by_expert(experts, keep, self.count)
+        if keep is None and self.is_alone and self.backend == TRITON:
+            # the GEMMs need no numbers on the host
+            return DispatchPlan(assignments, RowCounts.of(TRITON, chosen))
+        # Every rank learns how many rows come from whom: all-to-all over ep of the counts [E], then
+        # all-gather over etp of what its ranks will receive.
+        coming = all_gather(all_to_all(chosen.view(ep.size, -1), ep).flatten(), etp)
+        numbers = torch.cat([chosen, coming]).tolist()  # the host waits here
+        mine, theirs = numbers[: self.count], numbers[self.count :]
+        here = self.held
+        if keep is not None:
+            assignments = _first(assignments, sum(mine), keep)
+        # Rows arrive source by source, and within a source expert by expert; the GEMMs need them
+        # expert by expert. One source delivers them in order.
+        sources = _sums(theirs, here)  # rows from each rank of ep, of each rank of etp
+        own = sources[etp.rank * ep.size :][: ep.size]
+        coming = coming.view(-1, here)
+        order = transposed_order(coming, sum(theirs)) if len(sources) > 1 else None
+        return DispatchPlan(
+            assignments,
+            RowCounts.of(self.backend, coming, _sums_by_expert(theirs, here)),
+            RowExchange.of(ep, _sums(mine, here), own),
+            RowExchange.of(etp, [sum(own)] * etp.size, _sums(sources, ep.size)),
+            order,
+            None if order is None else inverse_of(order),
+        )
+
+
+class AllGather(Dispatcher):
+    """All rows go everywhere."""
+
+    def __init__(self, grid: TensorParallel, count: int, backend: str):
+        super().__init__(grid, count, backend)
+        self.gathered = [axis for axis in (grid.experts, grid.axis) if axis.size > 1]
+
+    @torch.no_grad()
+    def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
+        here = self.held
         own = experts if keep is None else torch.where(keep, experts, self.count)
         # The choices of all ranks, numbered from this rank's first expert.
-        for axis in self.axes:
+        for axis in self.gathered:
             own = all_gather(own, axis)
         own = own - self.grid.experts.rank * here
         taken = (own >= 0) & (own < here)
         counts, assignments = assignments_by_expert(own, taken, here)
         numbers = counts.tolist()  # the host waits here
         assignments = _first(assignments, sum(numbers), taken)
-        rows = RowCounts.of(self.backend, counts, numbers)
-        return DispatchPlan(assignments, None, None, None, None, rows)
-
-    def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
-        for axis in self.axes:
-            x, weights = (linear_map(y, all_gather, reduce_scatter, axis) for y in (x, weights))
-        rows = linear_map(x, _take_rows, _add_up, plan.assignments)
-        return rows, linear_map(weights, _take_weights, _put_weights, plan.assignments)
-
-    def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        # Each rank has the outputs of its experts; the reduce-scatter adds them up for each token.
-        y = linear_map(rows, _add_up, _take_rows, plan.assignments)
-        for axis in reversed(self.axes):
-            y = linear_map(y, reduce_scatter, all_gather, axis)
-        return y
+        return DispatchPlan(assignments, RowCounts.of(self.backend, counts, numbers))

@@ -10,15 +10,13 @@ this rank, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import ALONE, Axis
-from megatron.model.dropout import DropoutState
-from megatron.model.experts.dispatch import AllGather, AllToAll, DispatchPlan
+from megatron.model.experts.dispatch import AllGather, AllToAll, Dispatcher, DispatchPlan
 from megatron.model.experts.experts import Experts
 from megatron.model.experts.router import (
     AUX_LOSS,
@@ -30,23 +28,19 @@ from megatron.model.experts.router import (
 )
 from megatron.model.linear import Linear
 from megatron.model.mlp import MLP
-from megatron.model.spec import matrix, normal, parts_under
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.spec import NO_TP, TensorParallel, matrix, normal, parts_under
 
-_DISPATCHERS: dict[str, Any] = {"alltoall": AllToAll, "allgather": AllGather}
+if TYPE_CHECKING:
+    from megatron.model.layer import MicroBatch
+
+_DISPATCHERS: dict[str, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
 
 
 class ExpertParallel(NamedTuple):
-    """What a layer with experts needs to know of ranks. `grid`: those that share the matrices of an
-    expert, and those that hold other experts; `samples`: those that hold other tokens of the same
-    samples.
-    """
+    """`grid`: the ranks that share experts' matrices, and hold others; `samples`: other tokens."""
 
     grid: TensorParallel = NO_TP
     samples: Axis = ALONE
-
-
-NO_EP = ExpertParallel()
 
 
 class Routing(NamedTuple):
@@ -68,12 +62,7 @@ class MoE(nn.Module):
     recomputable = {"moe": "through_experts"}
 
     def __init__(
-        self,
-        config: ModelConfig,
-        seed: int,
-        index: int,
-        tp: TensorParallel,
-        ep: ExpertParallel,
+        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel, ep: ExpertParallel
     ):
         super().__init__()
         name = f"layers.{index}.mlp"
@@ -103,26 +92,19 @@ class MoE(nn.Module):
             self.shared_expert_gate = Linear(weight)
 
     def forward(
-        self,
-        x: Tensor,
-        state: DropoutState | None,
-        token_index: Tensor,
-        routings: dict[int, Routing],
-        keeps_routing: bool,
+        self, x: Tensor, micro: MicroBatch, keeps_routing: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`state`: of training, None in evaluation; `token_index` [s]: positions of x. `routings`:
-        those of the micro-batch that layers keep for their second forward pass, as this one does
-        where it `keeps_routing`.
-        """
+        """`keeps_routing`: for the second forward pass of this layer."""
         # Routing: a layer whose forward pass comes twice takes the choice of the first, so that
         # tokens go the same way again.
+        state = micro.hidden_dropout  # None in evaluation
         logits, scores = self.router.scores(x, state)
-        routing = routings.pop(self.index, None)
+        routing = micro.routings.pop(self.index, None)
         if routing is None:
-            choice = self.router.choose(scores, token_index, state is not None)
+            choice = self.router.choose(scores, micro.token_index, state is not None)
             routing = Routing(choice, self.dispatcher.plan(choice.experts, choice.keep))
             if keeps_routing and state is not None:
-                routings[self.index] = routing
+                micro.routings[self.index] = routing
         choice, plan = routing
         # The weights are differentiated, so they are computed again from the scores.
         weights = self.router.weights(scores, choice.experts)
@@ -149,14 +131,6 @@ class MoE(nn.Module):
         """x [s, b, h] and the weights of its tokens' choices [T, k] -> [T, h]."""
         rows, of_rows = self.dispatcher.rows(x.flatten(0, 1), weights, plan)
         return self.dispatcher.combine(self.experts(rows, of_rows, plan.counts), plan)
-
-    def readers(self) -> Iterable[tuple[nn.Module, str, str | None]]:
-        """As of MLP; of the experts themselves nothing is offloaded."""
-        if self.shared_expert is not None:
-            yield from self.shared_expert.readers()
-        if self.shared_expert_gate is not None:
-            # It reads what fc1 read, and saves a number a token more.
-            yield self.shared_expert_gate, "mlp_fc1", ""
 
 
 def aux_outputs(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:

@@ -31,8 +31,17 @@ from megatron.distributed.collectives import all_gather, all_reduce
 from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import philox
 from megatron.model.dropout import DropoutState
-from megatron.model.spec import ZEROS, Init, ParameterSpec, TensorSpec, matrix, normal, parts_under
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.spec import (
+    NO_TP,
+    ZEROS,
+    Init,
+    ParameterSpec,
+    TensorParallel,
+    TensorSpec,
+    matrix,
+    normal,
+    parts_under,
+)
 
 # by the type of auxiliary loss: what metrics call it, as Megatron-LM does
 LOSS_NAMES: dict[Balancing, str] = {
@@ -45,9 +54,7 @@ AUX_LOSS = "router-objective"  # all of them with their coefficients, which is d
 
 
 class RouterChoice(NamedTuple):
-    """What the router decided for the tokens of this rank in a forward pass: integers, which a
-    recomputation takes from here.
-    """
+    """The router's decision for the tokens of this rank, which a recomputation takes again."""
 
     experts: Tensor  # [T, k]
     keep: Tensor | None  # [T, k] which of them take the token; None: all do
@@ -75,9 +82,7 @@ class _RouterGemm(torch.autograd.Function):
 
 
 def count_of(keys: Tensor, size: int) -> Tensor:
-    """How many of some integers from 0 to size - 1 are equal to each of these [size]: sorted and
-    searched, which is the same on every device and waits for none.
-    """
+    """How many keys are equal to each of 0 to size - 1, by a sort: no device differs or waits."""
     ordered = keys.flatten().sort().values
     edges = torch.arange(size + 1, device=keys.device)
     return torch.searchsorted(ordered, edges).diff()
@@ -131,15 +136,8 @@ class Router(nn.Module):
 
         def state(own: str, init: Init) -> nn.Parameter:
             """[E], kept from step to step."""
-            spec = TensorSpec(
-                f"{name}.{own}",
-                (count,),
-                init,
-                "state",
-                decay=False,
-                copies="tp",
-                group="state",
-            )
+            kept: dict[str, Any] = {"decay": False, "copies": "tp", "group": "state"}
+            spec = TensorSpec(f"{name}.{own}", (count,), init, "state", **kept)
             return ParameterSpec((spec,)).parameter(tp)
 
         has_bias = config.moe_router_enable_expert_bias
@@ -253,9 +251,7 @@ class Router(nn.Module):
         return keep.view(size, -1, k)[self.samples.rank]
 
     def _loads(self, experts: Tensor, samples: int, count: int) -> dict[Balancing, Tensor]:
-        """What auxiliary losses multiply the scores by, from the plain choice [T, k] of the tokens
-        of that many samples.
-        """
+        """What auxiliary losses multiply scores by, from the choice [T, k] without the bias."""
         loads: dict[Balancing, Tensor] = {}
         if self.expert_share is not None and "global_aux_loss" in self.coefficients:
             loads["global_aux_loss"] = self.expert_share.double().unsqueeze(0) * count

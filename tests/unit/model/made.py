@@ -6,8 +6,15 @@ from megatron.config.groups import ModelConfig
 from megatron.model.embedding import Embedding
 from megatron.model.linear import ColumnLinear, Linear, RowLinear
 from megatron.model.norm import Norm
-from megatron.model.spec import Init, ParameterSpec, Shard, TensorSpec, vector
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.spec import (
+    NO_TP,
+    Init,
+    ParameterSpec,
+    Shard,
+    TensorParallel,
+    TensorSpec,
+    vector,
+)
 
 DRAWN = Init(std=0.02)
 

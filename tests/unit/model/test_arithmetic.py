@@ -40,16 +40,7 @@ LLAMA = {
     "add_bias_linear": False,
     "position_embedding_type": "rope",
 }
-UNTIED = {**LLAMA, "untie_embeddings_and_output_weights": True, "group_query_attention": True}
 GPT3 = {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048}
-LLAMA3 = {
-    **UNTIED,
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-}
 
 
 @pytest.mark.parametrize(
@@ -61,8 +52,7 @@ LLAMA3 = {
             50257,
             124_439_808,
         ),
-        # totals that the published checkpoints hold
-        (LLAMA3, 128256, 8_030_261_248),
+        # the total that the published checkpoint holds
         (
             {
                 **LLAMA,
@@ -80,7 +70,7 @@ LLAMA3 = {
             596_049_920,
         ),
     ],
-    ids=["gpt2", "llama3-8b", "qwen3-0.6b"],
+    ids=["gpt2", "qwen3-0.6b"],
 )
 def test_parameters_of_published_models(model, vocab, total):
     counts = parameter_count(resolved(**model), vocab)
@@ -111,12 +101,6 @@ def test_flops_worked_out_by_hand():
     assert counted == 6 * t * (12 * 96 * 12288**2 + 12288 * 51200) + 6 * 96 * 12288 * 2048 * t
     paper = 72 * 96 * t * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (12 * 96 * 12288))
     assert counted == pytest.approx(paper - 6 * 96 * 12288 * 2048 * t, rel=1e-12)  # the causal half
-    # Llama-3 8B, one sample of 8192: 6 t (7.50e9 - 4096 V: matrices) by its published shape
-    matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
-    assert (
-        flops_per_iteration(resolved(**LLAMA3), 1, 8192, 128256)
-        == 6 * 8192 * matrices + 6 * 32 * 4096 * 8192**2
-    )
 
 
 @pytest.mark.parametrize(
@@ -124,10 +108,7 @@ def test_flops_worked_out_by_hand():
     [
         ("NVIDIA H100 80GB HBM3", torch.float16, 989),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
-        ("NVIDIA GB200", torch.bfloat16, 2500),
         ("NVIDIA H200", torch.float32, 67),
-        ("NVIDIA H20", "bfloat16", 148),
-        ("NVIDIA H200", torch.float64, None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
         ("CPU, 2 threads", torch.float32, None),
     ],
@@ -144,49 +125,15 @@ def ramp(start: int, increment: int, samples: int, gbs: int) -> Config:
     )
 
 
-def test_batch_sizes_worked_out_by_hand():
-    config = ramp(4, 4, 90, 16)  # three increments, one every 30 samples
-    assert [global_batch_size_at(n, config) for n in (0, 29, 30, 59, 60, 89, 90, 10**12)] == [
-        4,
-        4,
-        8,
-        8,
-        12,
-        12,
-        16,
-        16,
-    ]
-    # 8 steps of 4 reach 32, 4 of 8 reach 64, 3 of 12 reach 100, then 16 each
-    assert [samples_after(n, config) for n in (0, 1, 8, 12, 15, 16)] == [0, 4, 32, 64, 100, 116]
-    assert [iterations_for(n, config) for n in (0, 1, 4, 5, 100, 101, 116)] == [
-        0,
-        1,
-        1,
-        2,
-        15,
-        16,
-        16,
-    ]
-    plain = Config(training=TrainingConfig(global_batch_size=16))
-    assert (global_batch_size_at(7, plain), samples_after(3, plain)) == (16, 48)
-    assert (iterations_for(33, plain), iterations_for(33, plain, 32)) == (3, 1)
-
-
 def scheduled(words: str, seq_length: int) -> Config:
     training = TrainingConfig(step_batch_size_schedule=tuple(words.split()))
     return Config(training=training, data=DataConfig(seq_length=seq_length))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "0:4 1.92K:8 3840:12 5.76K:16",
-        "5.76k:16,0:4,1920:8,0.00384M:12",
-    ],
-)
-def test_a_schedule_in_tokens_is_the_ramp_up_of_the_same_steps(words):
+def test_a_schedule_in_tokens_is_the_ramp_up_of_the_same_steps():
     """Lengths, batches and iterations follow from the steps alone."""
-    theirs, ours = scheduled(words, 64), ramp(4, 4, 90, 16)
+    theirs = scheduled("5.76k:16,0:4,1920:8,0.00384M:12", 64)
+    ours = ramp(4, 4, 90, 16)
     assert batch_steps(theirs.training, 64) == batch_steps(ours.training, 64)
     for consumed in range(0, 130):
         assert global_batch_size_at(consumed, theirs) == global_batch_size_at(consumed, ours)

@@ -77,33 +77,15 @@ FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 
             "must be a multiple of 6 with --context-parallel-size 3; the nearest is 66",
         ),
         (
-            "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 12 --kv-channels 8 "
-            "--group-query-attention --num-query-groups 6",
-            4,
-            "or --cp-comm-type allgather or p2p",
-        ),
-        ("--context-parallel-size 2 --torch-compile", 2, "--torch-compile: is not supported with"),
-        (
             "--context-parallel-size 4 --cp-comm-type a2a+p2p "
             "--hierarchical-context-parallel-sizes 2 4",
             4,
             "must be two sizes, .* with the product --context-parallel-size 4",
         ),
         (
-            "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2 1",
-            2,
-            "--hierarchical-context-parallel-sizes .*--cp-comm-type a2a.p2p",
-        ),
-        (
             "--context-parallel-size 4 --cp-comm-type p2p --attention-dropout 0.1 --seq-length 48",
             4,
             "a multiple of 32 with .* a ring of 4 ranks, four keys at a time; .* is 64",
-        ),
-        (
-            "--context-parallel-size 4",
-            6,
-            "--tensor-model-parallel-size 1 x --context-parallel-size 4: does not divide the 6 "
-            ".*start 8 .*, or give smaller sizes$",
         ),
     ],
 )

@@ -20,10 +20,8 @@ BASE = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 1
 --disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 24""".split()
 MODELS = {
     "mixtral": "--swiglu",
-    "dense first": "--swiglu --moe-layer-freq [0,1,1,1]",
     "shared": "--swiglu --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
     "bias": "--swiglu --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-    "ungated": "--moe-router-topk 1 --moe-router-pre-softmax",
 }
 
 
@@ -47,8 +45,8 @@ def test_parameters_are_those_of_the_model(words):
     assert active_parameters(model, 50) == total - experts + experts * model.moe_router_topk // 8
 
 
-@pytest.mark.parametrize("ranks", [ExpertRanks(1, 4), ExpertRanks(2, 2), ExpertRanks(2, 8)])
-def test_a_rank_holds_its_part_of_the_experts(ranks):
+def test_a_rank_holds_its_part_of_the_experts():
+    ranks = ExpertRanks(2, 2)
     model = model_of("--swiglu --moe-layer-freq [0,1,1,0]")
     own = unit_parameters(model, 50, 1, ranks)
     whole = unit_parameters(model, 50)

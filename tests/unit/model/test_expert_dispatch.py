@@ -12,7 +12,7 @@ from megatron.config.recompute import INSIDE
 from megatron.model.experts.dispatch import AllGather, AllToAll
 from megatron.model.experts.router import first_choices
 from megatron.model.gpt import GPTModel
-from megatron.model.tensor_parallel import NO_TP
+from megatron.model.spec import NO_TP
 
 
 @st.composite

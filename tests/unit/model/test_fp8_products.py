@@ -183,22 +183,10 @@ def test_the_wide_linear_layers_of_the_layers_that_are_named():
     "flags, world, text",
     [
         ("--fp8-format e4m3 --fp8-min-width 129", 1, "the widest has 128 of the fewer"),
-        (f"{E4M3_WIDE} --fp8-recipe blockwise", 1, "a micro-batch of 32 tokens"),
         (
             f"{E4M3_WIDE} --fp8-recipe blockwise --no-fp8-wgrad --tensor-model-parallel-size 2",
             2,
             "attention.proj has 64 inputs on each tensor-parallel rank",
-        ),
-        (
-            f"{E4M3_WIDE} --tensor-model-parallel-size 4 --group-query-attention "
-            "--num-query-groups 2",
-            4,
-            "use at most --tensor-model-parallel-size 2",
-        ),
-        (
-            f"{E4M3_WIDE} --first-last-layers-bf16 --num-layers-at-end-in-bf16 3",
-            1,
-            "leaves none of --num-layers 4",
         ),
         (
             f"{E4M3_WIDE} --fp8-recipe blockwise --seq-length 256 --context-parallel-size 2",
@@ -214,14 +202,9 @@ def test_what_cannot_be_is_refused_with_its_fix(flags, world, text):
 
 
 def test_what_megatrons_flags_become():
-    for old, new in (
-        ("--fp8-hybrid", "--fp8-format hybrid"),
-        ("--fp8-e4m3 --disable-fp8-wgrad", "--fp8-format e4m3 --no-fp8-wgrad"),
-    ):
-        found, right = (resolved(f"{words} --fp8-min-width 128") for words in (old, new))
-        assert found.precision == right.precision
-    with pytest.raises(ArgumentErrors, match="give --fp8-recipe tensorwise, rowwise or blockwise"):
-        resolved("--fp8-format e4m3 --fp8-recipe delayed")
+    theirs, ours = "--fp8-e4m3 --disable-fp8-wgrad", "--fp8-format e4m3 --no-fp8-wgrad"
+    found, right = (resolved(f"{words} --fp8-min-width 128") for words in (theirs, ours))
+    assert found.precision == right.precision
 
 
 @pytest.mark.parametrize("recipe, form", [*itertools.product(RECIPES, FORMATS)])
@@ -245,9 +228,3 @@ def test_a_gpu_is_given_what_its_products_take(recipe, form):
             if products.weight_grad:
                 with mock.patch.object(fp8, "PIECE_BYTES", 4 * 256 * 128):
                     products.accumulate_weight_grad(kept, x, main_grad, overwrite=False)
-        # the check can fail: a scale of another number of rows
-        q = torch.empty(64, 256, device="cuda", dtype=E4M3)
-        if recipe != "tensorwise":
-            scale = torch.empty(2, 63, device="cuda").t()
-            with pytest.raises(RuntimeError, match="[Ss]cal"):
-                fp8.scaled_gemm(q, scale, q, scale, torch.bfloat16)

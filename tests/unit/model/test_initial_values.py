@@ -1,5 +1,5 @@
-"""Initial values and weight decay of every tensor of every kind of model, by its name: what a run
-starts from, and what one step takes off it.
+"""Initial values and weight decay of every tensor of latent attention, by its name (the oracle has
+those of the other models): what a run starts from, and what one step takes off it.
 """
 
 import math
@@ -18,11 +18,6 @@ FLAGS = (
     *"--hidden-dropout 0 --moe-input-jitter-eps 0".split(),
 )
 KINDS = {
-    "gpt": FEATURES["gpt"].flags,
-    "qk norms with biases": FEATURES["mqa-qknorm-bias"].flags,
-    "biases of keys": FEATURES["gqa4-qkvbias"].flags,
-    "untied": FEATURES["llama"].flags,
-    "experts": FEATURES["moe-bias"].flags.replace("--moe-input-jitter-eps 0.1", ""),
     "latent": FEATURES["mla"].flags,
     "latent with biases": FEATURES["mla-bias"].flags,
     "latent with experts": FEATURES["mla-moe"].flags,

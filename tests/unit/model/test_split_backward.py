@@ -1,28 +1,25 @@
 """Linear layers whose weight gradients are left for later: the same bits, the least kept, and the
-collectives of each part.
+order of the work.
 """
 
 import math
-from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from parity.ledger import Ledger
 from torch import nn
 from unit.model.made import linear
 
 from megatron.distributed.groups import Layout, build_groups
 from megatron.model import linear as linear_module
-from megatron.model import main_grad as main_grad_module
 from megatron.model.linear import (
     ColumnLinear,
     RowLinear,
     add_weight_grads,
     deferring_weight_grads,
 )
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.spec import NO_TP, TensorParallel
 
 S, B, H, F = 8, 2, 12, 24
 SHARED = ((2, False, True), (2, False, False), (2, True, True), (2, True, False), (4, True, True))
@@ -106,56 +103,12 @@ def test_two_parts_are_the_whole(gloo_world, size, sequence, overlap):
     gloo_world(size).run(check_parts, size, sequence, overlap)
 
 
-def count_collectives(*which):
-    """(of B, of W): (kind, caller) -> (how many, bytes of each)."""
-    tp = mode(*which)
-    layers, counts = pair(tp), []
-
-    def counted(part):
-        with Ledger().open() as ledger:
-            part()
-        messages, sent = Counter(), Counter()
-        for call in ledger.calls:
-            # the others are messages to each other rank
-            messages[call.kind, call.caller] += (
-                1 if call.kind == "all-reduce" else 1 / (tp.size - 1)
-            )
-            sent[call.kind, call.caller] += call.bytes
-        counts.append(
-            {
-                key: (round(messages[key], 9), round(sent[key] / messages[key], 6))
-                for key in messages
-                if not key[1].endswith(".forward")
-            }
-        )
-
-    with deferring_weight_grads(layers) as left:
-        counted(lambda: backward(layers, tp))
-    counted(lambda: add_weight_grads(left))
-    return counts
-
-
-@pytest.mark.parametrize("size, sequence, overlap", SHARED)
-def test_collectives_of_each_part(gloo_world, size, sequence, overlap):
-    whole = S * B * H * 8
-    expected = [{("all-reduce", "_ColumnLinear.backward"): (1, 2 * (size - 1) / size * whole)}, {}]
-    if sequence:
-        expected = [
-            {
-                ("reduce-scatter", "_ColumnLinear.backward"): (1, (size - 1) / size * whole),
-                ("all-gather", "_RowLinear.backward"): (1, (size - 1) / size * whole),
-            },
-            {("all-gather", "WeightGrad.start"): (2, (size - 1) / size * whole)},
-        ]
-    assert gloo_world(size).run(count_collectives, size, sequence, overlap) == [expected] * size
-
-
 def order_of_work(overlap):
     tp, events = mode(2, True, overlap), []
     layers = pair(tp)
     with deferring_weight_grads(layers) as left:
         backward(layers, tp), backward(layers, tp)
-    start, product = linear_module.start_all_gather, main_grad_module.wgrad_gemm
+    start, product = linear_module.start_all_gather, linear_module.wgrad_gemm
     with (
         mock.patch.object(
             linear_module,
@@ -163,7 +116,7 @@ def order_of_work(overlap):
             lambda x, axis: (axis.size > 1 and events.append("gather")) or start(x, axis),
         ),
         mock.patch.object(
-            main_grad_module,
+            linear_module,
             "wgrad_gemm",
             lambda *args: events.append("product") or product(*args),
         ),
@@ -179,17 +132,3 @@ def test_a_gather_runs_beside_the_product_before(gloo_world, overlap):
         ["gather", *["gather", "product"] * 3, "product"] if overlap else ["gather", "product"] * 4
     )
     assert gloo_world(2).run(order_of_work, overlap) == [expected] * 2
-
-
-def test_a_failed_backward_leaves_no_list_behind(monkeypatch):
-    layers = pair(NO_TP)
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(RuntimeError, match="broken"),
-        deferring_weight_grads(layers),
-    ):
-        patch.setattr(linear_module, "WeightGrad", mock.Mock(side_effect=RuntimeError("broken")))
-        backward(layers, NO_TP)
-    before = gradients(layers)
-    backward(layers, NO_TP)
-    assert not any(torch.equal(a, b) for a, b in zip(gradients(layers), before))

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from unit.by_hand import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -21,11 +20,9 @@ from unit.by_hand import (
 from unit.storages import Storages, no_collector, of
 
 from megatron.config.groups import ModelConfig
-from megatron.distributed.groups import Layout, build_groups
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.model.layer import TransformerLayer
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind
@@ -73,9 +70,9 @@ RECOMPUTE = {
 }
 
 
-def build(config, dtype=torch.float64, tp=NO_TP, how="plain"):
+def build(config, dtype=torch.float64, how="plain"):
     """A model with random gradients: a backward pass adds to what is there."""
-    model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=dtype, seed=5, tp=tp)
+    model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=dtype, seed=5)
     for block in build_blocks(model, torch.device("cpu")):
         for entry in block.entries:
             for box in entry.boxes:
@@ -126,15 +123,9 @@ def split(model, passes, micro_batches):
     backward_weight(left, passes)
 
 
-def check_equal(name, how, size=1, sequence=False, overlap=True, micro_batches=1):
-    config, tp = CONFIGS[name], NO_TP
-    if size > 1:
-        groups = build_groups(
-            Layout(tp=size), dist.get_rank(), dist.new_group, config.num_query_groups
-        )
-        tp = TensorParallel(groups.tp, groups.kv, sequence=sequence, overlap=overlap)
+def check_equal(name, how, micro_batches=1):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        model = build(config, dtype, tp)
+        model = build(CONFIGS[name], dtype)
         before = gradients(model)
         whole(model, LayerRunner(), micro_batches)
         expected = gradients(model)
@@ -166,49 +157,22 @@ def test_the_backward_may_run_in_another_thread(monkeypatch):
     check_equal("gpt", "plain")
 
 
-def test_what_belongs_to_which_part():
-    """B adds every gradient but those of the layers' matrices, W adds those alone."""
-    model, passes = build(CONFIGS["gpt"]), LayerRunner()
-    late = {
-        f"layers.{i}.{name}.weight"
-        for i in (0, 1)
-        for name in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
-    }
-
-    def changed(part):
-        before = gradients(model)
-        part()
-        return {
-            name
-            for name, gradient in gradients(model).items()
-            if not torch.equal(gradient, before[name])
-        }
-
-    names, left = {name for name, _ in model.named_parameters()}, []
-    dy, saved = start(model, passes, 0)
-    assert changed(lambda: left.extend(backward_input(model, saved, dy, passes)[1])) == names - late
-    assert [layer for layer, _ in left] == [model.layers["1"], model.layers["0"]] and all(
-        kept for _, kept in left
-    )
-    assert changed(lambda: backward_weight(left, passes)) == late
-    assert not any(hasattr(p, "deferred_grads") for p in model.parameters())
-
-
+@pytest.mark.parametrize("how", RECOMPUTE)
+@pytest.mark.parametrize("name", CONFIGS)
 @no_collector()
-def check_what_stays(name, tp, how="plain"):
+def test_inputs_and_output_gradients_alone_stay(name, how):
     """After B of a layer the inputs of its linear layers and the gradients of their outputs are
     alive, nothing else of either pass.
     """
     config = CONFIGS[name]
-    model, passes = build(config, tp=tp, how=how), LayerRunner()
+    model, passes = build(config, how=how), LayerRunner()
     micro = micro_batch(model)
-    s = S // tp.size if tp.sequence else S
     draw = torch.Generator().manual_seed(1)
     for layer_name, unit in model.named_layers():
         if not isinstance(unit, TransformerLayer):
             continue
         with Storages() as storages:
-            x, dy = (torch.randn(s, B, H, dtype=torch.float64, generator=draw) for _ in range(2))
+            x, dy = (torch.randn(S, B, H, dtype=torch.float64, generator=draw) for _ in range(2))
             y, saved = passes.forward(unit, x, micro)
             output = of(y)
             del x, y
@@ -223,27 +187,16 @@ def check_what_stays(name, tp, how="plain"):
             assert storages.settle(
                 lambda alive, expected=deferred | of(dx, dy): alive.keys() == expected
             ), layer_name
-            assert sum(storages.alive()[key] for key in deferred) == least_bytes(config, tp), (
-                layer_name
-            )
+            assert sum(storages.alive()[key] for key in deferred) == least_bytes(config), layer_name
             passes.backward(Kind.BACKWARD_WEIGHT, unit, None, kept)
             assert kept == [] and storages.settle(
                 lambda alive, expected=of(dx, dy): alive.keys() == expected
             ), layer_name
 
 
-def least_bytes(config, tp):
-    """x and dy of four linear layers of a float64 model; what lies outside a pair of column- and
-    row-parallel layers is this rank's part.
-    """
+def least_bytes(config):
+    """x and dy of four linear layers of a float64 model."""
     gated = 2 if config.activation == "swiglu" else 1
-    outside = 2 * 2 * H / (tp.size if tp.sequence else 1)  # qkv and fc1's x, proj and fc2's dy
-    queries, groups = HEADS // tp.size, max(1, config.num_query_groups // tp.size)
-    inside = (queries + 2 * groups) * D + queries * D + (gated + 1) * F // tp.size
+    outside = 2 * 2 * H  # qkv and fc1's x, proj and fc2's dy
+    inside = (HEADS + 2 * config.num_query_groups) * D + HEADS * D + (gated + 1) * F
     return 8 * S * B * (outside + inside)
-
-
-@pytest.mark.parametrize("how", RECOMPUTE)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_inputs_and_output_gradients_alone_stay(name, how):
-    check_what_stays(name, NO_TP, how)

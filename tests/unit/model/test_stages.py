@@ -17,9 +17,7 @@ from megatron.config.groups import (
     TrainingConfig,
 )
 from megatron.config.validate import resolve
-from megatron.model.arithmetic import (
-    unit_flops,
-)
+from megatron.model.arithmetic import unit_flops
 from megatron.model.stages import Stage, balance, pipeline_stages
 
 
@@ -55,16 +53,7 @@ def tiles(stages: tuple[Stage, ...], layers: int) -> bool:
         (8, 4, {}),
         (8, 2, {"num_virtual_stages_per_pipeline_rank": 2}),
         (8, 4, {"pipeline_schedule": "zero-bubble-v"}),
-        (
-            6,
-            4,
-            {
-                "account_for_embedding_in_pipeline_split": True,
-                "account_for_loss_in_pipeline_split": True,
-            },
-        ),
         (8, 4, {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}),
-        (5, 3, {"pipeline_model_parallel_layout": "E|ttttt|L"}),
         (5, 2, {"pipeline_model_parallel_layout": "Ett|(t|)*2tL"}),
     ],
 )

@@ -1,4 +1,4 @@
-"""The MLP in pieces of the sequence: gradients, matrix products, what lives at once."""
+"""The MLP in pieces of the sequence: matrix products, what lives at once."""
 
 from __future__ import annotations
 
@@ -6,24 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from test_recompute import Products
-from test_split_units import (
-    CONFIGS,
-    GPT,
-    PLAIN,
-    B,
-    F,
-    H,
-    S,
-    build,
-    gradients,
-    micro_batch,
-    split,
-    whole,
-)
+from test_recompute import Peak, Products
+from test_split_units import CONFIGS, GPT, PLAIN, B, F, H, S, build, micro_batch
 from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
 from unit.recomputed_flops import flops_again
-from unit.storages import Storages, no_collector
+from unit.storages import no_collector
 
 from megatron.config.model import GATED
 from megatron.model.recompute import WHOLE, stage_recompute
@@ -38,35 +25,11 @@ CHOICES = {
 }
 
 
-def in_pieces(name, count):
-    return dataclasses.replace(CONFIGS[name], tiled_mlp=count)
-
-
-def trained(config, training=NO_RECOMPUTE, run_passes=whole, dtype=torch.float64, prepare=None):
-    """The gradients of two micro-batches."""
-    model = build(config, dtype)
-    if prepare is not None:
-        prepare(model)
-    model.choose_recompute(training)
-    run_passes(model, LayerRunner(), 2)
-    return gradients(model)
-
-
-@pytest.mark.parametrize("run_passes, dtype", [(whole, torch.bfloat16), (split, torch.float32)])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_recomputation_changes_no_bit(name, run_passes, dtype):
-    config = in_pieces(name, 4)
-    plain = trained(config, dtype=dtype)
-    for what, training in CHOICES.items():
-        found = trained(config, training, run_passes, dtype)
-        assert all(torch.equal(found[name], plain[name]) for name in plain), what
-
-
 @pytest.mark.parametrize("what", CHOICES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_products_are_those_of_the_formula(name, what):
     """fc1's product of every piece is made again, whatever else is."""
-    config, training = in_pieces(name, 4), CHOICES[what]
+    config, training = dataclasses.replace(CONFIGS[name], tiled_mlp=4), CHOICES[what]
     model = build(config)
     model.choose_recompute(training)
     layer, passes = model.layers["0"], LayerRunner()
@@ -82,17 +45,6 @@ def test_products_are_those_of_the_formula(name, what):
     fc1 = 2 * config.hidden_size * F * (2 if config.activation in GATED else 1)
     more = 0 if "mlp" in choice.modules else fc1
     assert flops_again(config, 0, choice) == flops_again(plain, 0, choice) + more
-
-
-class Peak(Storages):
-    """The most bytes of what was made that are alive at once."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.most = max(self.most, sum(self.alive().values()))
-        return out
 
 
 @pytest.mark.parametrize("what", CHOICES)

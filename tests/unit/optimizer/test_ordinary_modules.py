@@ -34,8 +34,7 @@ from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import TransformerLayer
-from megatron.model.spec import declare_grad_sum, parts_under
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.spec import NO_TP, TensorParallel, declare_grad_sum, parts_under
 from megatron.parallel.layer_runner import LayerRunner
 from pretrain_gpt import main
 

@@ -27,8 +27,8 @@ from megatron.model.arithmetic import padded_vocab_size, parameter_count
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels, compute_dtype
 from megatron.model.layer import MicroBatch
+from megatron.model.spec import NO_TP, TensorParallel
 from megatron.model.stages import whole
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
 
 SEQ, BATCH, VOCAB = 64, 2, 301

@@ -48,8 +48,8 @@ from megatron.distributed.setup import make_groups
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import Layer, TransformerLayer
+from megatron.model.spec import TensorParallel
 from megatron.model.stages import Stage, pipeline_stages
-from megatron.model.tensor_parallel import TensorParallel
 from megatron.parallel.blocks import Block, build_blocks
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import Kind, Schedule, build_schedule

@@ -15,7 +15,8 @@ from unit.zero.tracker import LiveBytes, Span
 
 from megatron.config.arguments import parse_arguments
 from megatron.distributed import collectives
-from megatron.model import embedding, linear_cross_entropy, main_grad
+from megatron.model import embedding, linear
+from megatron.model import loss as loss_module
 from megatron.optimizer import optimizer, update
 from megatron.parallel import blocks, zero
 from megatron.parallel.blocks import Block
@@ -29,9 +30,9 @@ def pieces_of(size: int | None, head: int | None = None) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if head is not None:
-            stack.enter_context(mock.patch.dict(linear_cross_entropy.HEAD_CHUNK_BYTES, cpu=head))
+            stack.enter_context(mock.patch.dict(loss_module.HEAD_CHUNK_BYTES, cpu=head))
         if size is not None:
-            for module in (main_grad, embedding, zero):
+            for module in (linear, embedding, zero):
                 stack.enter_context(mock.patch.object(module, "SCRATCH_BYTES", size))
             stack.enter_context(mock.patch.object(collectives, "ROUND_BYTES", size))
             stack.enter_context(mock.patch.object(optimizer, "PIECE", size // 8))

@@ -48,6 +48,10 @@ KINDS = (
     "before",
 )
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
+# functions that make a gradient of a parameter
+WEIGHT_GRADIENTS = frozenset(
+    {"wgrad_gemm", "_add_rounded", "accumulate_gradients", "accumulate_embedding_grad"}
+)
 # of torch.distributed: after each the bytes are added up
 CALLS = (
     "isend",
@@ -106,11 +110,7 @@ def _origin() -> tuple[str, str]:
         name = file.removeprefix(MEGATRON)
         if name == "parallel/offload.py" and frame.f_code.co_name == "host_buffer":
             return "host", f"{name}:{frame.f_lineno}"
-        scratch = (
-            name.startswith("optimizer/")
-            or name == "model/main_grad.py"
-            or frame.f_code.co_name == "accumulate_embedding_grad"
-        )
+        scratch = name.startswith("optimizer/") or frame.f_code.co_name in WEIGHT_GRADIENTS
         return "scratch" if scratch else "activations", f"{name}:{frame.f_lineno}"
     return "activations", ""
 
