@@ -161,7 +161,6 @@ class MLP(nn.Module):
     and fc2 [h, f]. Each rank computes f / size channels. `width`: f, by default that of the flags.
     """
 
-    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"mlp": "inner", "mlp_act": "activate"}
 
     def __init__(

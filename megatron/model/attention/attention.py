@@ -229,7 +229,6 @@ class CoreAttention(nn.Module):
     the attention of its queries over all keys.
     """
 
-    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"core_attn": "forward"}
 
     def __init__(
@@ -316,7 +315,6 @@ class CoreAttention(nn.Module):
 class Attention(nn.Module):
     """x [s, b, h] -> [s, b, h]. Subclasses make the projections that the core reads."""
 
-    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"qkv": "project"}
     proj: RowLinear
 

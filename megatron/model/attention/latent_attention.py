@@ -83,7 +83,6 @@ class _Heads(torch.autograd.Function):
 class LatentAttention(Attention):
     """Attention whose keys and values are made of one narrow vector of each token."""
 
-    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {**Attention.recomputable, "mla_up_proj": "up_project"}
 
     def make_projections(self, config: ModelConfig, name: str) -> None:

@@ -217,7 +217,6 @@ class Experts(nn.Module):
     others.
     """
 
-    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"moe_act": "activate"}
 
     def __init__(

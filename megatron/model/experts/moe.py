@@ -58,7 +58,6 @@ def expert_tokens(index: int) -> str:
 class MoE(nn.Module):
     """x [s, b, h] of this rank -> [s, b, h], and in training sums alongside it."""
 
-    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"moe": "through_experts"}
 
     def __init__(
@@ -112,7 +111,10 @@ class MoE(nn.Module):
         # token.
         y = self.through_experts(x, weights, plan=plan).view(x.shape)
         if self.shared_expert is not None:
-            y = y + self._shared(x)
+            shared = self.shared_expert(x)
+            # one gate a token (Qwen)
+            gate = self.shared_expert_gate
+            y = y + (shared if gate is None else shared * gate(x).sigmoid())
         if state is None:
             return y, {}
         sums = self.router.losses(logits, scores, choice)
@@ -121,11 +123,6 @@ class MoE(nn.Module):
             if name != AUX_LOSS:
                 sums[name] = value / self.layers
         return y, {**sums, expert_tokens(self.index): choice.counts}
-
-    def _shared(self, x: Tensor) -> Tensor:
-        y = self.shared_expert(x)
-        # one gate a token (Qwen)
-        return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
 
     def through_experts(self, x: Tensor, weights: Tensor, *, plan: DispatchPlan) -> Tensor:
         """x [s, b, h] and the weights of its tokens' choices [T, k] -> [T, h]."""

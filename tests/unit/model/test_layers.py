@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,6 +135,21 @@ def test_a_norm_without_kernels_is_computed_by_torch(backend, monkeypatch):
     x = randn(4, 8)
     expected = F.rms_norm(x, (8,), ours.weight, ours.eps)
     torch.testing.assert_close(ours(x)[0], expected, **TIGHT)
+
+
+@pytest.mark.parametrize(
+    "tokens, outputs, cut",
+    [
+        (128 * 12, 256 * 11, True),  # 132 tiles
+        (128 * 12 - 127, 256 * 11 - 255, True),  # as many, some of them nearly empty
+        (128 * 11, 256 * 11, False),
+    ],
+)
+def test_a_product_is_cut_where_a_piece_fills_a_gpu(monkeypatch, tokens, outputs, cut):
+    monkeypatch.setattr(linear_module, "multiprocessors", lambda device: {"a GPU": 132}[device])
+    on_gpu = SimpleNamespace(shape=torch.Size((tokens, 1, 12)), is_cuda=True, device="a GPU")
+    assert linear_module.worth_cutting(on_gpu, outputs) is cut
+    assert linear_module.worth_cutting(torch.empty(1, 1, 12), 1)  # on a CPU always
 
 
 # ---- attention ----

@@ -1,5 +1,5 @@
 """The router: its jitter multiplies by numbers that are uniform around 1; weights of a single
-expert.
+expert. The activation of experts: the gradient of a gate, which is written out, is autograd's.
 """
 
 import math
@@ -9,7 +9,9 @@ import torch
 
 from megatron.config.groups import ModelConfig
 from megatron.model.dropout import DropoutState
+from megatron.model.experts.experts import _WeightedActivation
 from megatron.model.experts.router import Router
+from megatron.model.mlp import activation_function
 
 
 @pytest.mark.parametrize("eps", [0.01, 0.4])
@@ -45,3 +47,22 @@ def test_scores_of_one_chosen_expert_are_not_normalized(topk, total):
     scores = torch.tensor([[0.9, 0.3, 0.6, 0.1]])
     weights = Router(config, 1, "layers.0.mlp.router").weights(scores, scores.topk(topk).indices)
     assert weights.sum().item() == pytest.approx(0.9 if total is None else total)
+
+
+def gradients(kind: str, dtype: torch.dtype, gated: bool) -> list[torch.Tensor]:
+    """(output, dx, dweights)."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
+    x, dy = (torch.randn(9, width, generator=generator).to(dtype) for width in (20, 10))
+    weights = torch.rand(9, generator=generator).to(wide)
+    leaves = [each.requires_grad_() for each in (x, weights)]
+    activation = activation_function(kind)
+    out = _WeightedActivation.apply(*leaves, activation, kind if gated else None)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+def test_gradients_of_a_gate_have_the_bits_of_autograds(kind, dtype):
+    for found, expected in zip(gradients(kind, dtype, True), gradients(kind, dtype, False)):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
