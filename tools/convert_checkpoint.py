@@ -83,13 +83,8 @@ from megatron.checkpoint.writer import save_checkpoint  # noqa: E402
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.derive import derive  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
-from megatron.config.groups import (  # noqa: E402
-    GATED,
-    Config,
-    DataConfig,
-    ModelConfig,
-    PrecisionConfig,
-)
+from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig  # noqa: E402
+from megatron.config.model import GATED  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
 from megatron.distributed.groups import Axis  # noqa: E402
