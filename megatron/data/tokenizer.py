@@ -346,11 +346,12 @@ def _published_ranks(raw: bytes, eod: int | None) -> dict[bytes, int]:
     """Token -> rank of a .tiktoken file: ranks from 0 on, without a hole but that of an end of
     document `eod` inside of them. Raises ValueError.
     """
-    rows = []
+    rows: list[tuple[str, Any, Any]] = []
     for number, line in enumerate(raw.splitlines(), 1):
         if line:
             match = re.fullmatch(rb"(\S+) (\d{1,9})", line)
-            rows.append((f"line {number}", *(match.groups() if match else (None, None))))
+            token, rank = match.groups() if match else (None, None)
+            rows.append((f"line {number}", token, rank))
     expected = [rank for rank in range(len(rows) + 1) if rank != eod]
     return _checked_ranks(rows, expected[: len(rows)])
 

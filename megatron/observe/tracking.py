@@ -257,7 +257,7 @@ class _Wandb:
                 x_transaction_log_flush_interval=_WANDB_FLUSH_SECONDS,
             ),
         )
-        mode = wandb.setup().settings.mode
+        mode: Any = wandb.setup().settings.mode
         # no prompt: the job would wait
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             logger.warning(

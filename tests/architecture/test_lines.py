@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINES = {
     "megatron/checkpoint": 5066,
     "megatron/config": 5183,
-    "megatron/data": 1589,
+    "megatron/data": 1590,
     "megatron/observe": 1182,
     "megatron/optimizer": 1551,
     "megatron/parallel": 3436,

@@ -89,8 +89,13 @@ def goodput(folder: str | Path) -> Goodput:
     events = read_events(path)
     if not events:
         raise UserError(f"{path}: not an events file: none of its lines is an event of a run")
-    metrics = Path(folder) / "metrics.jsonl"
-    return account(events, read_json_lines(metrics) if metrics.is_file() else ())
+    # Rows of metrics tell only how long a killed start lived; a long run has many.
+    metrics, starting = Path(folder) / "metrics.jsonl", {"event": "start"}
+    last = [
+        one for one, after in itertools.pairwise([*events, starting]) if after["event"] == "start"
+    ]
+    is_killed = any(event["event"] not in ("start", "end") for event in last)
+    return account(events, read_json_lines(metrics) if is_killed and metrics.is_file() else ())
 
 
 def read_events(path: Path) -> list[Event]:
