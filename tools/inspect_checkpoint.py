@@ -142,9 +142,9 @@ def verify(checkpoint: Checkpoint) -> str:
     begin = time.monotonic()
     checkpoint.verify(reporter("verified"))
     seconds = time.monotonic() - begin
-    rate = checkpoint.bytes_read / 1e9 / max(seconds, 1e-9)
+    rate = checkpoint.fetcher.bytes_read / 1e9 / max(seconds, 1e-9)
     return (
-        f"verified: every byte matches its digest ({gib(checkpoint.bytes_read)} of tensors, "
+        f"verified: every byte matches its digest ({gib(checkpoint.fetcher.bytes_read)} of tensors, "
         f"{rate:.2f} GB/s)"
     )
 

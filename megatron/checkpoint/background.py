@@ -1,10 +1,9 @@
 """A process of each rank that writes shards and commits checkpoints while training continues:
 without torch, without a lock shared with the trainer.
 
-The trainer puts the bytes of a shard's file into memory that both see (a memfd), in one wave or,
-where that memory is smaller than the file, in several. Commands and answers are JSON. The process
-ignores the signals that end a job, which the trainer answers by waiting for it, and it dies with
-the trainer.
+The trainer puts a shard's file into memory that both see (a memfd), in waves where that is smaller.
+Commands and answers are JSON. The process ignores the signals that end a job, for the trainer waits
+for it, and it dies with the trainer.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PDEATHSIG = 1  # prctl: a signal for when the parent dies
 NICE = 10  # training comes first
 MB = 1e6
-BURST = 0.1  # seconds of the rate that may go at once
+BURST = 0.1  # seconds of the rate that go at once
 
 
 class Background:
@@ -58,9 +58,7 @@ class Background:
             raise self._gone() from error
 
     def answer(self, *, wait: bool) -> JsonObject | None:
-        """The next answer; None when there is none yet. Raises CheckpointError when the process is
-        gone.
-        """
+        """The next answer, or None. Raises CheckpointError when the process is gone."""
         try:
             while wait or self.pipe.poll():
                 answer = json.loads(self.pipe.recv_bytes())
@@ -72,8 +70,8 @@ class Background:
         return None
 
     def start(self) -> None:
-        """Start the process unless it runs; it is safe from signals, and tied to this process, when
-        this returns.
+        """Start the process unless it runs; return when it is safe from signals and tied to this
+        one.
         """
         if self.process is not None and self.process.poll() is None:
             return
@@ -105,12 +103,9 @@ class Background:
             if code < 0
             else f"ended with exit code {code}"
         )
-        hint = (
-            "; when that was for lack of memory, give --async-save-host-memory"
-            if code == -signal.SIGKILL
-            else ""
-        )
-        return CheckpointError(f"the process that writes checkpoints {why}{hint}")
+        if code == -signal.SIGKILL:
+            why += "; when that was for lack of memory, give --async-save-host-memory"
+        return CheckpointError(f"the process that writes checkpoints {why}")
 
 
 def serve(descriptor: int, pipe: int) -> None:
@@ -161,47 +156,36 @@ def _outcome(part: Callable[[], Any], command: JsonObject) -> JsonObject:
 def _write(command: JsonObject, memory: memoryview, trainer: Connection) -> JsonObject:
     waves = _waves(command["bytes"], memory, trainer)
     first = next(waves)
-    header = bytes(first[: command["header"]])
-    rest = first[command["header"] :]
-    assert len(rest) % m.CHUNK == 0 or len(first) == command["bytes"], (
-        "a wave ends in the middle of a chunk"
-    )
-
-    def data() -> Iterator[memoryview]:
-        yield rest
-        yield from waves
-
-    progress = WriteProgress(command["iteration"], command["bytes"])
-    return write_shard_file(
-        Path(command["folder"]),
-        command["index"],
-        header,
-        limited(data(), command["rate"]),
-        verify=command["verify"],
-        progress=progress,
-    )
+    header, rest = bytes(first[: command["header"]]), first[command["header"] :]
+    return _write_shard(command, header, chain([rest], waves), command["bytes"])
 
 
 def _copy(command: JsonObject, memory: memoryview, trainer: Connection) -> JsonObject:
     """Write a shard that lies in a local folder. Raises CheckpointError when it is not what
     `record`, its entry in a manifest, specifies.
     """
-    index, record = command["index"], command["record"]
-    what = f"the local copy of {shard_file(index)}"
+    record = command["record"]
+    what = f"the local copy of {shard_file(command['index'])}"
     with open(command["source"], "rb", buffering=0) as file:
         pieces = (memoryview(piece) for piece in iter(lambda: file.read(m.CHUNK), b""))
         header, data = split_header(pieces, what)
-        written = write_shard_file(
-            Path(command["folder"]),
-            index,
-            header,
-            limited(data, command["rate"]),
-            verify=command["verify"],
-            progress=WriteProgress(command["iteration"], record["bytes"]),
-        )
+        written = _write_shard(command, header, data, record["bytes"])
     if not written.items() <= record.items():
         raise CheckpointError(f"{what} is damaged: its bytes are not those that were written")
     return written
+
+
+def _write_shard(
+    command: JsonObject, header: bytes, data: Iterable[memoryview], size: int
+) -> JsonObject:
+    return write_shard_file(
+        Path(command["folder"]),
+        command["index"],
+        header,
+        limited(data, command["rate"]),
+        verify=command["verify"],
+        progress=WriteProgress(command["iteration"], size),
+    )
 
 
 def limited(
@@ -211,32 +195,25 @@ def limited(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[memoryview]:
-    """The same bytes, at most `rate` MB/s of them (None: as fast as they are taken): a token bucket
-    of BURST seconds.
+    """The same bytes, at most `rate` MB/s of them (None: as fast as they are taken), in pieces of
+    BURST seconds.
     """
     if rate is None:
         yield from data
         return
     most = max(1, int(rate * MB * BURST))
-    tokens = float(most)
-    last = clock()
+    due = clock()  # when the pieces so far are paid for; time in which nothing came is not saved up
     for part in data:
-        while len(part):
-            piece = part[:most]
-            part = part[most:]
-            now = clock()
-            tokens = min(most, tokens + (now - last) * rate * MB)
-            last = now
-            if tokens < len(piece):
-                sleep((len(piece) - tokens) / (rate * MB))
-            # below 0 when it had to sleep: what has come since is added the next time
-            tokens -= len(piece)
+        for start in range(0, len(part), most):
+            piece = part[start : start + most]
+            due = max(due, clock()) + len(piece) / (rate * MB)
             yield piece
+            sleep(max(0.0, due - clock()))
 
 
 def _waves(size: int, memory: memoryview, trainer: Connection) -> Iterator[memoryview]:
-    """The file's bytes as they come; each wave is answered when it has been taken, the last one by
-    what comes of it all.
+    """The file's bytes as they come; each wave but the last one is answered when it has been
+    taken.
     """
     while True:
         count = json.loads(trainer.recv_bytes())["bytes"]
@@ -248,17 +225,9 @@ def _waves(size: int, memory: memoryview, trainer: Connection) -> Iterator[memor
 
 
 def _commit(command: JsonObject, memory: memoryview, trainer: Connection) -> None:
-    root = Path(command["root"])
-    iteration = command["iteration"]
-    commit(
-        root,
-        Path(command["folder"]),
-        iteration,
-        command["attempt"],
-        command["shards"],
-        command["state"],
-        command["before"],
-    )
+    root, iteration = Path(command["root"]), command["iteration"]
+    what = (command[key] for key in ("attempt", "shards", "state", "before"))
+    commit(root, Path(command["folder"]), iteration, *what)
     retire(root, Policy(**command["retention"]), iteration)
 
 

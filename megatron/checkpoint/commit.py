@@ -1,8 +1,6 @@
 """How a checkpoint appears whole or not at all, and never in the place of another one
-(docs/checkpoint.md).
-
-Shards, digest tables and the manifest are written and fsynced in `.tmp-iter-N-<attempt>/`, which
-one rename turns into `iter_000000N/`. Nothing here imports torch.
+(docs/checkpoint.md): all files are written and fsynced in `.tmp-iter-N-<attempt>/`, which one rename
+turns into `iter_000000N/`. No torch here.
 """
 
 from __future__ import annotations
@@ -51,9 +49,9 @@ class Attempt:
     """The temporary `folder` of one save: inside `with` it is there, made and in the end removed by
     the first rank, and held by all while they live.
 
-    `state` is the JSON that is saved with the tensors; a rank writes `own` of `shards`, from number
-    `index` on (None where it writes none). All ranks make an attempt together, and learn of each
-    other's part in it; CheckpointError is raised on all of them when their states differ.
+    A rank writes `own` of `shards`, from number `index` on (None where it writes none). All ranks
+    make an attempt together; CheckpointError is raised on all of them when the JSON that they are
+    to save, `state`, differs. `explain`: the message for an error of a rank.
     """
 
     mode = FOLDER_MODE
@@ -72,14 +70,10 @@ class Attempt:
         self.ranks = ranks
         self.explain = explain
         self.lock = -1
+        self.is_made = False
         self.makes = ranks.first
-        gathered = self._agree(
-            lambda: (
-                secrets.token_hex(8),
-                own,
-                state_digests({"iteration": iteration, **(state or {})}),
-            )
-        )
+        saved = {"iteration": iteration, **(state or {})}
+        gathered = self.gather_or_raise(lambda: (secrets.token_hex(8), own, state_digests(saved)))
         self._compare([digests for _, _, digests in gathered])
         self.name = gathered[0][0]  # the first rank's is the one for all
         self.folder = root / f".tmp-iter-{iteration}-{self.name}"
@@ -90,10 +84,11 @@ class Attempt:
     def __enter__(self) -> Self:
         """Raises CheckpointError on all ranks when the folder cannot be made."""
         try:
-            self._agree(self._make)
+            self.gather_or_raise(self._make)
         except BaseException:
             self.__exit__()
             raise
+        self.is_made = True
         return self
 
     def _compare(self, states: list[dict[str, str]]) -> None:
@@ -111,19 +106,13 @@ class Attempt:
 
     def gather_or_raise(self, part: Callable[[], Any]) -> list[Any]:
         """As Ranks.gather_or_raise, with errors of the file system, of memory and of the device
-        as messages. Before its first part a rank joins the attempt.
+        as messages. A rank holds the folder from its first part inside `with` on.
         """
 
-        def joined() -> Any:
-            if self.lock < 0:
-                self._join()
-            return part()
-
-        return self._agree(joined)
-
-    def _agree(self, part: Callable[[], Any]) -> list[Any]:
         def explained() -> Any:
             try:
+                if self.is_made and self.lock < 0:
+                    self._join()
                 return part()
             except (OSError, MemoryError, RuntimeError) as error:
                 raise CheckpointError(self.explain(error)) from error
@@ -167,7 +156,8 @@ def commit(
     before: Iterable[int] = (),
 ) -> Path:
     """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of
-    `iteration`; return its folder.
+    `iteration`; return its folder. One that is there and whole is kept where it is bit-equal, and
+    refused where it differs; a damaged or foreign folder is moved aside, which is logged.
 
     `before`: iterations that were under `root` when the run began; the later ones among them are of
     a pass that this save supersedes.
@@ -202,10 +192,8 @@ def commit(
 
 
 def _take_place(temporary: Path, target: Path, content: JsonObject) -> bool:
-    """Rename `temporary`, whose manifest is `content`, to `target`. A damaged checkpoint there is
-    moved aside, with a warning; False when the one there is whole and equal.
-
-    Raises CheckpointError when it is whole and differs.
+    """Rename `temporary`, whose manifest is `content`, to `target`; False when the checkpoint there
+    is kept.
     """
     try:
         os.rename(temporary, target)  # fails when the target exists and is not empty
@@ -236,9 +224,7 @@ def _attempts(root: Path, iterations: Iterable[int]) -> dict[str, str]:
 
 def _fault_of(target: Path, shards: list[JsonObject], state: JsonObject) -> str | None:
     """What is damaged in an existing checkpoint; None when it is whole and equals what was to be
-    saved.
-
-    Raises CheckpointError when it is whole and differs.
+    saved. Raises CheckpointError when it is whole and differs.
     """
     try:
         old = Index(target)
@@ -312,15 +298,13 @@ def in_words(error: Exception) -> str:
 
 # ---- which checkpoints stay (--save-retain-interval, --save-keep-last), and how the others go ----
 #
-# What goes is first renamed to `.trash-*`, and only then deleted: a half-deleted folder never has a
-# checkpoint's name, and what a kill leaves of it the next save removes (files.clean).
+# What goes is first renamed to `.trash-*`: a half-deleted folder never has a checkpoint's name, and
+# what a kill leaves of it the next save removes (files.clean).
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Multiples of `interval` stay, and of all others the newest `last`; without any of the two
-    everything stays.
-    """
+    """Multiples of `interval` stay, and of all others the newest `last`; without both, all."""
 
     interval: int | None = None
     last: int | None = None
@@ -335,12 +319,10 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
     """Delete the checkpoints under `root` that `policy` does not keep, now that iteration `newest`
     is committed; returns theirs, newest first.
 
-    A checkpoint counts, and is deleted, only when it can be opened: what is damaged or of another
-    program stays, and is no reason to delete a whole one. Iterations later than `newest` stay too:
-    they come from another pass over the same iterations. Once the run has passed them, those that
-    were superseded when it went back count as older than all others. Nothing is deleted unless
-    `newest` can be opened. An error of the file system ends the deletion, is logged, and fails no
-    save.
+    A checkpoint counts, and is deleted, only when it can be opened, and none unless `newest` can.
+    Iterations later than `newest` stay: they come from another pass over the same iterations. Once
+    the run has passed them, those that were superseded when it went back count as the oldest. An
+    error of the file system ends the deletion, is logged, and fails no save.
     """
     if policy.newest is None:
         return []
@@ -355,14 +337,9 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
             f"{root}: older checkpoints that --save-keep-last or "
             f"--save-retain-interval do not keep were not deleted: {error}"
         )
-    if gone:
-        try:
-            # else a power loss could leave part of a checkpoint under its old name
-            sync_folder(root)
-        except OSError:
-            return gone
+    with suppress(OSError):  # what is left the next save removes
+        sync_folder(root)  # else a power loss could leave part of a checkpoint under its old name
         for iteration in gone:
-            # the next save removes the rest
             shutil.rmtree(trash_folder(root, iteration, attempt), ignore_errors=True)
     return gone
 
@@ -373,12 +350,9 @@ def _surplus(root: Path, policy: Policy, newest: int) -> list[int]:
     counting, superseded = newest_first(root)
     for iteration in counting + superseded:
         spared = policy.interval is not None and iteration % policy.interval == 0
-        if (
-            iteration > newest
-            or spared
-            and kept >= policy.newest
-            or not _is_whole(root / iteration_folder(iteration))
-        ):
+        if iteration > newest or (spared and kept >= policy.newest):
+            continue
+        if not _is_whole(root / iteration_folder(iteration)):
             continue
         if kept < policy.newest:
             kept += 1
@@ -388,13 +362,10 @@ def _surplus(root: Path, policy: Policy, newest: int) -> list[int]:
 
 
 def _is_whole(folder: Path) -> bool:
-    if folder.is_symlink():
-        return False
-    try:
+    with suppress(CheckpointError):
         Index(folder)
-    except CheckpointError:
-        return False
-    return True
+        return not folder.is_symlink()
+    return False
 
 
 def trash_folder(root: Path, iteration: int, attempt: str) -> Path:

@@ -1,9 +1,7 @@
 """Finds replicas that have diverged: ranks that hold the same values compare digests of them at
-every save, and the error names the ranks and tensors that differ.
-
-Compared are a block's weights over all ranks that compute with them, master weights and moments
-over those that step the same slice, what tensor-parallel ranks hold alike, and both copies of a
-tied embedding. A digest is a sum that is formed where the data is.
+every save: a block's weights over all ranks that compute with them, master weights and moments over
+those that step the same slice, what tensor-parallel ranks hold alike, and both copies of a tied
+embedding. A digest is a sum that is formed where the data is.
 """
 
 from __future__ import annotations
@@ -42,10 +40,8 @@ class Key(NamedTuple):
 
 class DesyncCheck:
     """Digests of everything that this rank and others hold, as it is now: on a GPU they are queued
-    on the current stream.
-
-    All weights must have arrived (`Zero.wait_for_weights`). Not compared: weights gathered at ZeRO
-    stage 3, which live for a pass, and state in files.
+    on the current stream. All weights must have arrived (`Zero.wait_for_weights`). Not compared:
+    weights gathered at ZeRO stage 3, which live for a pass, and state in files.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -93,14 +89,8 @@ def explain(differing: dict[Key, list[list[int]]]) -> str:
     """The error of all ranks."""
     lines = []
     for key, groups in differing.items():
-        first, *others = (
-            f"rank{'s'[: len(ranks) - 1]} {some([*map(str, ranks)], 8)}" for ranks in groups
-        )
-        lines.append(
-            f"{key.tensor} of {' and of '.join(others)} differs from the same of {first}"
-            if len(groups[0]) > len(groups[1])
-            else f"{key.tensor} differs between {' and '.join([first, *others])}"
-        )
+        shown = (f"rank{'s'[: len(ranks) - 1]} {some([*map(str, ranks)], 8)}" for ranks in groups)
+        lines.append(f"{key.tensor} differs between {' and '.join(shown)}")
     return (
         f"replicas have diverged: {some(lines, MAX_NAMED, '; ')}. These ranks no longer train the "
         "same model: a fault of memory or of a device, or an operation that is not deterministic. "
@@ -145,10 +135,8 @@ def _parts(
 
 def position_sum(data: Tensor, total: Tensor | None = None) -> Tensor:
     """A digest of `data` [n], int64 modulo 2**64, that continues `total` of the parts before.
-
     Every word is multiplied by an odd factor that depends on its position: a single changed word
-    changes the sum, and so do two that are swapped or whose signs change. The order of the
-    additions does not matter. Never run on a GPU.
+    changes the sum, and so do two that are swapped or whose signs change. Never run on a GPU.
     """
     words = data.view(torch.int16 if data.element_size() == 2 else torch.int32)
     for piece in words.split(WORDS):

@@ -5,7 +5,6 @@ that is used. No torch here.
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.manifest import CheckpointError, DigestTable
+from megatron.checkpoint.manifest import CheckpointError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.index import ShardFile
@@ -44,28 +43,20 @@ Wanted = TypeVar("Wanted", bound=Range)
 
 
 class _OpenShard:
-    """A shard that is being read: opened by the thread that comes first."""
+    """A shard that is being read."""
 
     def __init__(self, shard: ShardFile) -> None:
         self.shard = shard
-        self.lock = threading.Lock()
-        self.table: DigestTable | None = None
-        self.file: int | None = None
-
-    def open(self) -> None:
-        with self.lock:
-            if self.file is not None:
-                return
-            self.table = self.shard.table()
-            try:
-                self.file = os.open(self.shard.path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise DamageError(f"{self.shard.path}: {error.strerror}") from error
+        self.table = shard.table()
+        try:
+            self.file = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DamageError(f"{shard.path}: {error.strerror}") from error
 
     def close(self) -> None:
-        if self.file is not None:
+        if self.file >= 0:
             os.close(self.file)
-        self.file = None
+        self.file = -1
 
 
 @dataclass
@@ -92,10 +83,8 @@ class _Run:
 
 class Fetcher:
     """Reads ranges of shards; every chunk that holds a byte of them is read once where they come in
-    order, and verified.
-
-    `describe(shard, start, stop)`: the tensors that have these bytes, for the error. `bytes_read`:
-    of data, whole chunks.
+    order, and verified. `describe(shard, start, stop)`: the tensors that have these bytes, for the
+    error. `bytes_read`: of data so far, whole chunks.
     """
 
     def __init__(self, describe: Callable[[Any, int, int], str]) -> None:
@@ -103,10 +92,9 @@ class Fetcher:
         self.bytes_read = 0
 
     def stream(self, ranges: Iterable[Wanted]) -> Iterator[tuple[Wanted, memoryview]]:
-        """Each range with its bytes, which are valid until the next one is asked for.
-
-        Raises CheckpointError at the first chunk, in the order of the ranges, that cannot be read
-        or does not match its digest.
+        """Each range with its bytes, which are valid until the next one is asked for. Raises
+        CheckpointError at the first chunk, in their order, that cannot be read or does not match
+        its digest.
         """
         runs = _runs(ranges)
         ahead = deque[_Run]()
@@ -118,7 +106,9 @@ class Fetcher:
                     # 1. Some runs are read ahead of the one that is used.
                     while len(ahead) <= PREFETCHED and (run := next(runs, None)) is not None:
                         ahead.append(run)
-                        run.buffer = _take_buffer(run.stop - run.first, free)
+                        run.buffer = free.pop() if free else run.buffer
+                        if len(run.buffer) < run.stop - run.first:
+                            run.buffer = bytearray(run.stop - run.first)
                         run.done = threads.submit(_read, run, self.describe)
                     if not ahead:
                         return
@@ -140,12 +130,6 @@ class Fetcher:
                 run.source.close()
 
 
-def _take_buffer(size: int, free: list[bytearray]) -> bytearray:
-    """Reuse a free buffer of at least `size` bytes, or allocate one."""
-    fits = next((i for i, each in enumerate(free) if len(each) >= size), None)
-    return bytearray(size) if fits is None else free.pop(fits)
-
-
 def _runs(ranges: Iterable[Wanted]) -> Iterator[_Run]:
     """Ranges put together while they follow one another in one shard without a chunk between them
     that is not wanted.
@@ -160,18 +144,18 @@ def _runs(ranges: Iterable[Wanted]) -> Iterator[_Run]:
                 run.stop = max(stop, run.stop)
                 run.wanted.append(wanted)
                 continue
-        before, run = run, _Run(_OpenShard(shard), first, stop, 0, [wanted])
-        if before is not None:
-            yield before
-            if before.source.shard is shard:
-                run.source = before.source
-                run.shared = before.stop - first if before.first <= first < before.stop else 0
+        source, shared = None, 0
+        if run is not None:
+            yield run
+            if run.source.shard is shard:
+                source = run.source
+                shared = run.stop - first if run.first <= first < run.stop else 0
+        run = _Run(source or _OpenShard(shard), first, stop, shared, [wanted])
     if run is not None:
         yield run
 
 
 def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:
-    run.source.open()
     shard = run.source.shard
     table = run.source.table
     position = run.first + run.shared

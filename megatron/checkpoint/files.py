@@ -1,7 +1,5 @@
-"""Files that are durable when a function returns, folders that show whether their maker is alive,
-and shards digested as they are written and read back.
-
-Nothing here imports torch: the writer process (background.py) starts with it.
+"""Durable files, folders that show whether their maker is alive, and shards digested as they are
+written and read back. No torch here: the writer process (background.py) starts with it.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
 BUFFERS = 1024  # most buffers that one pwritev takes
-WRITEBACK_BYTES = (
-    8 << 20
-)  # bytes after which the kernel is asked to begin to write them to the disk
+WRITEBACK_BYTES = 8 << 20  # after which the kernel is asked to write them to the disk
 GB = 1e9
 GIB = 1 << 30
 PROGRESS_S = 10.0  # seconds between two lines of progress
@@ -47,9 +43,7 @@ _FIX = (
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """A descriptor of a file that did not exist before; durable when the block ends without an
-    error.
-    """
+    """A descriptor of a new file; durable when the block ends without an error."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         yield file
@@ -59,10 +53,9 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def write_all(file: int, buffers: list[memoryview], at: int = 0) -> int:
-    """Write them one after the other from byte `at` of the file on; returns their bytes. A short
-    write is gone on with, or raises what is wrong.
-    """
+    """Write them one after the other from byte `at` of the file on; returns their bytes."""
     total = 0
+    # a short write is continued, or raises what is wrong
     left = [data for data in buffers if len(data)]
     while left:
         written = os.pwritev(file, left[:BUFFERS], at + total)
@@ -94,12 +87,9 @@ def hold(folder: Path) -> int:
     the process.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    # A file system may have no locks: if others clear the folder away, this save ends in an error.
+    with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        # a file system without locks: others may clear the folder away, which then ends this save
-        # with an error
-        pass
     return descriptor
 
 
@@ -110,13 +100,11 @@ def is_held(path: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(descriptor)
+    return False
 
 
 def clean(root: Path, attempt: str) -> None:
@@ -126,18 +114,16 @@ def clean(root: Path, attempt: str) -> None:
     reach) either renames first and has a whole checkpoint, or finds its folder gone and fails; a
     half-deleted folder can never become a checkpoint.
     """
-    for entry in list(os.scandir(root)):
-        path = Path(entry.path)
-        if re.fullmatch(r"\.tmp-iter-\d+-[0-9a-f]{16}", entry.name) and not is_held(path):
-            trash = root / f".trash-{entry.name.removeprefix('.tmp-')}-{attempt}"
-            try:
+    for name in os.listdir(root):
+        path = root / name
+        if re.fullmatch(r"\.tmp-iter-\d+-[0-9a-f]{16}", name) and not is_held(path):
+            trash = root / f".trash-{name.removeprefix('.tmp-')}-{attempt}"
+            with suppress(FileNotFoundError):  # it was committed, or cleared away by another
                 os.rename(path, trash)
-            except FileNotFoundError:
-                continue  # it was committed, or cleared away by another
-            shutil.rmtree(trash, ignore_errors=True)
-        elif re.fullmatch(r"\.trash-iter-\d+-[0-9a-f-]+", entry.name):
+                shutil.rmtree(trash, ignore_errors=True)
+        elif re.fullmatch(r"\.trash-iter-\d+-[0-9a-f-]+", name):
             shutil.rmtree(path, ignore_errors=True)
-        elif re.fullmatch(r"\.tmp-iter-\d+-[0-9a-f]{16}\.txt", entry.name):
+        elif re.fullmatch(r"\.tmp-iter-\d+-[0-9a-f]{16}\.txt", name):
             path.unlink(missing_ok=True)
 
 
@@ -181,9 +167,8 @@ def write_shard_file(
     """Write shard `index`, `header` and then `data`, and its digest table into `folder`, durably;
     return the shard's entry in the manifest.
 
-    What of `data` has filled a chunk is written before more is asked for. `verify` reads both files
-    back from the disk; raises CheckpointError when they are not what was written. `progress` is
-    called with the number of bytes as they are written.
+    What of `data` has filled a chunk is written before more is asked for. `verify`: as `read_back`.
+    `progress` is called with the number of bytes as they are written.
     """
     with new_file(folder / shard_file(index)) as file:
         write_all(file, [memoryview(header)])
@@ -197,8 +182,7 @@ def write_shard_file(
     if verify:
         read_back(folder / shard_file(index), table)
     if index > 0:
-        # the commit syncs it for the first rank, on whose node this one's names may not be known
-        # yet
+        # the commit syncs it for the first rank, whose node may not know this one's names yet
         sync_folder(folder)
     return {"file": shard_file(index), "bytes": table.size, "table_digest": table_digest(raw)}
 
@@ -263,11 +247,8 @@ def split_header(pieces: Iterator[memoryview], what: str) -> tuple[bytes, Iterat
 
 def read_back(path: Path, table: DigestTable) -> None:
     """Compare every byte of the shard at `path` and of its digest table with `table`, which was
-    made of the bytes in memory.
-
-    The files must be durable: the page cache's copy is dropped first, so that the disk answers (a
-    tmpfs has no disk, and some file systems keep their copy). Raises CheckpointError with the file
-    and the range of bytes that came back different.
+    made of the bytes in memory. The files are durable, and the page cache's copy is dropped first,
+    so that the disk answers. Raises CheckpointError with the file and the bytes that differ.
     """
     _compare(path, table.size, _parts(table))
     raw = table.encode()

@@ -1,6 +1,4 @@
-"""What a checkpoint folder holds and where: manifest, digest tables, headers and sizes, verified
-without reading tensor data. No torch here.
-"""
+"""What a checkpoint folder holds and where, verified without reading tensor data. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import Dims, Shapes, intersect, shapes_of, tiles
@@ -38,6 +36,9 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.config.errors import some
 from megatron.config.input_files import InputError, JsonObject, open_regular, parse_json
+
+if TYPE_CHECKING:
+    from megatron.model.spec import Box
 
 # threads that read tables and headers: on a shared file system most of their time is waiting
 OPEN_THREADS = 16
@@ -110,13 +111,11 @@ class StoredTensor:
 
 
 class Index:
-    """An opened checkpoint folder: `.manifest`, `.state`, `.iteration`, `.shards`, `.tensors` by
-    name, `.bytes_read` of tensor data so far.
+    """An opened checkpoint folder. `known`: what `encode` gave on another rank, which has verified
+    it; then nothing is read but the first bytes of the manifest.
 
-    `known`: what `encode` gave on another rank, which has verified it; then nothing is read but the
-    first bytes of the manifest. Raises CheckpointError when anything but the tensor data is damaged
-    or missing, or does not hold every tensor exactly once; with `known`, when this rank does not
-    see the same checkpoint.
+    Raises CheckpointError when anything but the tensor data is damaged or missing, or does not hold
+    every tensor exactly once; with `known`, when this rank does not see the same checkpoint.
     """
 
     def __init__(self, path: str | Path, known: bytes | None = None) -> None:
@@ -143,11 +142,6 @@ class Index:
     def names(self) -> list[str]:
         return list(self.tensors)
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of tensor data read from the files so far: whole chunks."""
-        return self.fetcher.bytes_read
-
     def _open(self) -> None:
         # 1. The manifest, then tables and headers of all shards, which it has the digests of.
         self.manifest, self._head = self._read_manifest()
@@ -172,18 +166,14 @@ class Index:
         record = self.manifest["shards"][number]
         path = self.path / shard_file(number)
         table = read_table(self.path / table_file(number), record["table_digest"])
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: {error.strerror}: the checkpoint is incomplete"
-            ) from error
+        header = load_bytes(path, table.data_start)
+        size = path.stat().st_size
         if not size == table.size == record["bytes"]:
             raise CheckpointError(
                 f"{path}: has {size} bytes, the manifest has {record['bytes']}: truncated, or "
                 "of another checkpoint"
             )
-        return table, load_bytes(path, table.data_start)
+        return table, header
 
     def _open_shard(self, number: int) -> tuple[ShardFile, dict[str, Entry], Shapes]:
         """A shard, the entries of its header and the global shapes of their tensors."""
@@ -203,9 +193,7 @@ class Index:
         return shard, entries, shapes
 
     def _compare_with_expected(self) -> None:
-        """The state of a run lists all its tensors: one that no rank has written is found here
-        alone.
-        """
+        """Compare with the run's list of tensors: one that no rank has written is found here."""
         try:
             expected = shapes_of(self.state.get("tensors", {}))
         except InputError as error:
@@ -222,13 +210,8 @@ class Index:
                 f"{self.path}: the shards do not hold {some(missing, MAX_NAMED)}, which the run has"
             )
 
-    def _open_shards(
-        self,
-    ) -> Iterator[tuple[ShardFile, dict[str, Entry], Shapes]]:
+    def _open_shards(self) -> Iterator[tuple[ShardFile, dict[str, Entry], Shapes]]:
         numbers = range(len(self.manifest["shards"]))
-        if len(numbers) == 1:
-            yield self._open_shard(0)
-            return
         with ThreadPoolExecutor(OPEN_THREADS) as threads:
             for first in numbers[:: 4 * OPEN_THREADS]:  # bounds the headers in memory
                 yield from threads.map(self._open_shard, numbers[first : first + 4 * OPEN_THREADS])
@@ -260,8 +243,8 @@ class Index:
             "manifest": self.manifest,
             "shards": [[shard.data_start, shard.chunk] for shard in self.shards],
             "tensors": [
-                [name, stored.dtype, stored.shape, stored.rows.tolist()]
-                for name, stored in self.tensors.items()
+                [name, each.dtype, each.shape, each.rows.tolist()]
+                for name, each in self.tensors.items()
             ],
         }
         return zlib.compress(json.dumps(content).encode(), 1)
@@ -285,13 +268,13 @@ class Index:
         for name, dtype, shape, rows in content["tensors"]:
             self.tensors[name] = StoredTensor(tuple(shape), dtype, self.shards, array("q", rows))
 
-    def overlaps(self, name: str, offset: Dims, extent: Dims) -> Iterator[tuple[Piece, Dims, Dims]]:
-        """The pieces that hold anything of a box of a tensor, and (low, high) of what that is; a
-        scalar counts as a vector of one.
+    def overlaps(self, box: Box) -> Iterator[tuple[Piece, Dims, Dims]]:
+        """The pieces that hold anything of a box, and (low, high) of what; a scalar counts as a
+        vector of one.
         """
-        for piece in self.tensors[name].pieces:
-            box = offset or (0,), extent or (1,)
-            common = intersect(*box, piece.offset or (0,), piece.extent or (1,))
+        place = box.offset or (0,), box.extent or (1,)
+        for piece in self.tensors[box.name].pieces:
+            common = intersect(*place, piece.offset or (0,), piece.extent or (1,))
             if common is not None:
                 yield piece, *common
 
@@ -312,12 +295,11 @@ class Index:
         report: Callable[[int, int], None] = lambda done, total: None,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Read and verify every chunk of every shard; `report` is called with the bytes done and
-        those in all. Raises CheckpointError at the first damage.
-
-        `part`: (i, n), the i-th of n about equal parts of it.
+        """Read and verify every chunk of every shard, or the i-th of n about equal parts of them
+        (`part`: i, n); `report` is called with the bytes done and those in all. Raises
+        CheckpointError at the first damage.
         """
-        # about equal parts in whole batches, so that no two parts read the same chunk
+        # whole batches, so that no two parts read the same chunk
         spans = []
         for shard in self.shards:
             step = max(1, BATCH // shard.chunk) * shard.chunk
@@ -342,12 +324,10 @@ def read_table(path: Path, digest: str, raw: bytes | None = None) -> DigestTable
 
 
 def read_manifest(folder: Path) -> tuple[JsonObject, bytes]:
-    """The manifest of a checkpoint folder, verified by its own digest, and its first bytes; the
-    folder has the name of the manifest.
-    """
-    # the name gives which checkpoint is the newest, so it has to be the manifest's
+    """The manifest of a checkpoint folder, verified by its own digest, and its first bytes."""
     raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
     content = decode_manifest(raw, folder / MANIFEST)
+    # the folder's name decides which checkpoint is the newest, so it has to be the manifest's
     right = iteration_folder(content["iteration"])
     if folder.name.startswith("iter_") and folder.name != right:
         raise CheckpointError(
@@ -359,10 +339,8 @@ def read_manifest(folder: Path) -> tuple[JsonObject, bytes]:
 
 def newest_first(root: Path) -> tuple[list[int], list[int]]:
     """Iterations under `root`: (those that count, those that were superseded when a run went
-    back), each newest first.
-
-    A checkpoint's manifest names the later ones, and their attempts, that were there before the run
-    that saved it began. What cannot be read counts.
+    back), each newest first. A manifest names the later ones, and their attempts, that were there
+    before its run began. What cannot be read counts.
     """
     iterations = list_iterations(root)
     attempts = {}
@@ -371,13 +349,9 @@ def newest_first(root: Path) -> tuple[list[int], list[int]]:
         with suppress(CheckpointError):
             content, _ = read_manifest(root / iteration_folder(iteration))
             attempts[iteration] = content["attempt"]
-            superseded |= {
-                (int(later), attempt) for later, attempt in content.get("left", {}).items()
-            }
-    behind = [
-        iteration for iteration in iterations if (iteration, attempts.get(iteration)) in superseded
-    ]
-    return [iteration for iteration in iterations if iteration not in behind], behind
+            superseded |= {(int(later), each) for later, each in content.get("left", {}).items()}
+    behind = [each for each in iterations if (each, attempts.get(each)) in superseded]
+    return [each for each in iterations if each not in behind], behind
 
 
 def load_bytes(path: Path, limit: int) -> bytes:

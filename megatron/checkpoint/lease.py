@@ -33,7 +33,7 @@ FIELDS = ("token", "run", "machine", "pid", "started", "job")
 
 def describe_run(job: str) -> dict[str, str]:
     """This process as the content of a lease. `machine`: boot id and namespace of process ids,
-    empty without /proc; `job`: Slurm's, empty outside of it.
+    empty without /proc; `job`: Slurm's, if any.
     """
     pid = os.getpid()
     run = f"process {pid} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}"
@@ -42,15 +42,14 @@ def describe_run(job: str) -> dict[str, str]:
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         machine = ""
-    values = (
-        secrets.token_hex(8),
-        f"{run}, since {utc_now()}",
-        machine,
-        str(pid),
-        _started(pid),
-        job,
-    )
-    return dict(zip(FIELDS, values, strict=True))
+    return {
+        "token": secrets.token_hex(8),
+        "run": f"{run}, since {utc_now()}",
+        "machine": machine,
+        "pid": str(pid),
+        "started": _started(pid),
+        "job": job,
+    }
 
 
 def _started(pid: int | str) -> str:
@@ -119,9 +118,7 @@ class Lease:
 
 def take_lease(root: str | Path, job: str) -> Lease:
     """Become the only writer of `root`, which is made if needed; `job` is the Slurm job, if any.
-
-    A dead owner is replaced. Raises CheckpointError, which names the owner, when it may be alive;
-    OSError.
+    Raises CheckpointError, which names the owner, when one may be alive; OSError.
     """
     path = Path(root, NAME)
     make_root(path.parent)

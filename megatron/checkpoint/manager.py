@@ -3,8 +3,8 @@ while training waits, or in the background (--async-save).
 
 In the background training waits for a copy of this rank's shard into host memory (`Staging`), or
 for none where the shard lies in the local tier; a separate process writes the file (background.py).
-How far all ranks have come travels in the sum that ends every training step: no collective is added
-to it but two small ones when the shards are written and when the checkpoint is committed.
+How far all ranks have come travels in the sum that ends every training step; a save adds two small
+collectives.
 """
 
 from __future__ import annotations
@@ -125,138 +125,29 @@ class Staging:
         """Whether the copies are over."""
         return self.copied is None or self.copied.query()
 
+    def before_update(self) -> None:
+        """The current stream waits for the copies."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
 
+
+@dataclass
 class PendingSave:
     """A save under way, in two phases: all ranks' shards are written (0), and the first rank's
     process commits the checkpoint (1).
-
-    Raises UserError on every rank where anything prevents it on one.
     """
 
-    def __init__(
-        self,
-        manager: CheckpointManager,
-        iteration: int,
-        pairs: Pairs,
-        state: JsonObject,
-        replicas: DesyncCheck | None,
-    ):
-        self.manager = manager
-        self.background = manager.background
-        self.staging = manager.staging
-        self.state = state
-        self.replicas = replicas if self.staging is not None else None
-        self.phase = 0
-        self.takes_part = bool(pairs)  # in this phase
-        self.outcome: JsonObject | None = None  # of this rank's part of the phase
-        explain = partial(not_saved, manager.root, iteration)
-        own = int(bool(pairs))
-        self.attempt = Attempt(manager.root, iteration, manager.ranks, explain, state, own)
-        with ExitStack() as opened:
-            opened.enter_context(self.attempt)
-            self.attempt.gather_or_raise(lambda: self._start_writing(pairs, opened))
-            self._opened = opened.pop_all()  # the attempt and files, until the save is over
-
-    @property
-    def iteration(self) -> int:
-        return self.attempt.iteration
-
-    def _start_writing(self, pairs: Pairs, opened: ExitStack) -> None:
-        attempt, manager = self.attempt, self.manager
-        if attempt.index is None:
-            return
-        options = {"index": attempt.index, "verify": manager.verify, "rate": manager.rate}
-        if self.staging is None:
-            path, record = manager.local_checkpoints.shard(attempt.iteration, attempt.index)
-            # open, for it may be removed in the local tier before it has been copied
-            shard = opened.enter_context(open(path, "rb"))
-            source = f"/proc/{os.getpid()}/fd/{shard.fileno()}"
-            self._send("copy", options | {"source": source, "record": record})
-            return
-        pairs = in_file_order(pairs)
-        header = shard_header(pairs, attempt.index, attempt.shards, attempt.iteration)
-        size = len(header) + shard_bytes(pairs)
-        self._send("write", options | {"header": len(header), "bytes": size})
-        self.staging.fill(header, (box.view(tensor.detach()) for box, tensor in pairs))
-
-    def _send(self, do: str, what: JsonObject) -> None:
-        """Have the writer process do something. Raises CheckpointError."""
-        self.background.start()
-        attempt = self.attempt
-        command = {"root": str(attempt.root), "iteration": attempt.iteration}
-        self.background.send({"do": do, "folder": str(attempt.folder)} | command | what)
-
-    def ready(self) -> list[float]:
-        """1 for each phase that this rank has done its part of."""
-        self.look(wait=False)
-        done = float(self.outcome is not None)
-        return [done, 0.0] if self.phase == 0 else [1.0, done]
-
-    def before_update(self) -> None:
-        """The tensors are about to change: the current stream waits for the copies."""
-        if self.staging is not None and self.staging.copied is not None:
-            torch.cuda.current_stream().wait_event(self.staging.copied)
-
-    def look(self, *, wait: bool) -> None:
-        """See what has become of this rank's part of the phase."""
-        if self.outcome is not None:
-            return
-        if not self.takes_part:
-            self.outcome = {"result": None}
-            return
-        try:
-            if self.phase == 0 and self.staging is not None and self.staging.end:
-                if not (wait or self.staging.is_here):
-                    return
-                self.staging.hand_over()
-            self.outcome = self.background.answer(wait=wait)
-        except CheckpointError as error:
-            where = f"{self.manager.root}: the checkpoint of iteration"
-            self.outcome = {"error": f"{where} {self.iteration} was not saved: {error}"}
-
-    def next_phase(self) -> bool:
-        """All ranks call this when every one has done its part; whether the checkpoint is
-        committed. Raises UserError on every rank where one's part has failed.
-        """
-        ranks = self.manager.ranks
-
-        def result() -> Any:
-            if "error" in self.outcome:
-                raise CheckpointError(self.outcome["error"])
-            return self.outcome["result"], ranks.who
-
-        results = self.attempt.gather_or_raise(result)
-        if self.phase == 1:
-            return True
-
-        # Shards of diverged replicas are written, and not committed.
-        if self.replicas is not None:
-            self.replicas.check(ranks)
-        self.phase, self.takes_part, self.outcome = 1, ranks.first, None
-        if ranks.first:
-            what = {
-                "attempt": self.attempt.name,
-                "shards": [record | who for record, who in results if record is not None],
-                "state": self.state,
-                "before": self.manager.before,
-                "retention": asdict(self.manager.retention),
-            }
-            try:
-                self._send("commit", what)
-            except CheckpointError as error:
-                self.outcome = {"error": str(error)}
-        return False
-
-    def close(self) -> None:
-        """Close the files and remove the temporary folder."""
-        self._opened.close()
+    attempt: Attempt
+    state: JsonObject
+    replicas: DesyncCheck | None  # compared before the commit
+    opened: ExitStack  # the attempt and files
+    outcome: JsonObject | None  # of this rank's part of the phase: its result or its error
+    phase: int = 0
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that went well: `bytes` of all ranks in `seconds`, for `stall` of which training
-    waited.
-    """
+    """A save of all ranks that went well. Training waited for `stall` of its seconds."""
 
     folder: str
     bytes: int
@@ -273,12 +164,11 @@ class Saved:
 class CheckpointManager:
     """`save` a run's checkpoints under `root`: synchronously, or with `memory`, bytes of host
     memory for this rank's shard, in the background, at most at `rate` MB/s. With
-    `local_checkpoints` every save begins with one there; one in the background is copied from
-    there.
+    `local_checkpoints` every save begins with one there, of which a background save is a copy.
 
     `ready` and `advance` carry a background save on from step to step; `finalize` waits for its
-    end. A failed save is logged, and stops nothing. `report` is called with each save that
-    went well and its iteration; `retention` specifies which older ones go then.
+    end. A failed save is logged, and stops nothing. After each save that went well `report` is
+    called with it, and older ones go by `retention`.
     """
 
     def __init__(
@@ -323,9 +213,9 @@ class CheckpointManager:
         state: dict[str, Any],
         replicas: DesyncCheck | None = None,
     ) -> None:
-        """Save, or begin to: a save that is still under way is waited for before. All ranks call it
-        together. `pairs`: the (box, tensor) pairs that this rank writes; `state`: JSON. `replicas`
-        are compared before anything is written, in the background before the checkpoint counts.
+        """Save, or begin to, when the save before is over. All ranks call it together. `pairs`: the
+        (box, tensor) pairs that this rank writes; `state`: JSON. `replicas` are compared before
+        anything is written, in the background before the commit.
         """
         began = time.perf_counter()
         if self.pending is not None:
@@ -346,17 +236,10 @@ class CheckpointManager:
 
             # 2. In the background from the staging memory or from the local tier, else now.
             if self.staging is not None or (self.background is not None and local):
-                self.pending = PendingSave(self, iteration, pairs, state, replicas)
+                self._begin(iteration, pairs, state, replicas)
             else:
-                save_checkpoint(
-                    self.root,
-                    iteration,
-                    pairs,
-                    state,
-                    self.ranks,
-                    verify=self.verify,
-                    before=self.before,
-                )
+                where = self.root, iteration, pairs, state, self.ranks
+                save_checkpoint(*where, verify=self.verify, before=self.before)
                 if self.ranks.first:
                     retire(self.root, self.retention, iteration)
         except (UserError, OSError) as error:
@@ -367,20 +250,63 @@ class CheckpointManager:
         if self.pending is None:
             self._committed(iteration)
 
+    def _begin(
+        self, iteration: int, pairs: Pairs, state: JsonObject, replicas: DesyncCheck | None
+    ) -> None:
+        """Have the writer process write this rank's shard. Raises UserError on every rank where
+        anything prevents it on one.
+        """
+        explain = partial(not_saved, self.root, iteration)
+        own = int(bool(pairs))
+        with ExitStack() as opened:
+            attempt = Attempt(self.root, iteration, self.ranks, explain, state, own)
+            opened.enter_context(attempt)
+            attempt.gather_or_raise(lambda: self._start_writing(attempt, pairs, opened))
+            checked = replicas if self.staging is not None else None
+            outcome = None if own else {"result": None}
+            self.pending = PendingSave(attempt, state, checked, opened.pop_all(), outcome)
+
+    def _start_writing(self, attempt: Attempt, pairs: Pairs, opened: ExitStack) -> None:
+        if attempt.index is None:
+            return
+        options = {"index": attempt.index, "verify": self.verify, "rate": self.rate}
+        if self.staging is None:
+            path, record = self.local_checkpoints.shard(attempt.iteration, attempt.index)
+            # open, for it may be removed in the local tier before it has been copied
+            shard = opened.enter_context(open(path, "rb"))
+            source = f"/proc/{os.getpid()}/fd/{shard.fileno()}"
+            self._send(attempt, "copy", options | {"source": source, "record": record})
+            return
+        pairs = in_file_order(pairs)
+        header = shard_header(pairs, attempt.index, attempt.shards, attempt.iteration)
+        size = len(header) + shard_bytes(pairs)
+        self._send(attempt, "write", options | {"header": len(header), "bytes": size})
+        self.staging.fill(header, (box.view(tensor.detach()) for box, tensor in pairs))
+
+    def _send(self, attempt: Attempt, do: str, what: JsonObject) -> None:
+        """Have the writer process do something. Raises CheckpointError."""
+        self.background.start()
+        where = {"root": str(self.root), "folder": str(attempt.folder)}
+        self.background.send({"do": do, "iteration": attempt.iteration} | where | what)
+
     def before_update(self) -> None:
-        """The tensors are about to change: wait for what a save under way still reads of them."""
-        if self.pending is not None:
-            self.pending.before_update()
+        """The tensors are about to change: the current stream waits for the copies of a save under
+        way.
+        """
+        if self.pending is not None and self.staging is not None:
+            self.staging.before_update()
 
     # ---- from step to step
 
     def ready(self) -> list[float]:
-        """1 for each phase of a save under way that this rank has done its part of. Their sums over
-        all ranks go to `advance`. Empty where nothing is ever in the background.
+        """1 for each phase of a save under way that this rank has done its part of, to be summed
+        for `advance`. Empty where nothing is ever in the background.
         """
-        if self.pending is not None:
-            return self.pending.ready()
-        return [] if self.background is None else [0.0, 0.0]
+        if self.pending is None:
+            return [] if self.background is None else [0.0, 0.0]
+        self._look(wait=False)
+        done = float(self.pending.outcome is not None)
+        return [done, 0.0] if self.pending.phase == 0 else [1.0, done]
 
     def advance(self, sums: Sequence[float]) -> None:
         """All ranks call this after the same step: go on to the next phase when every one is ready
@@ -397,7 +323,7 @@ class CheckpointManager:
         while self.pending is not None:
             self.stall += time.perf_counter() - began
             began = time.perf_counter()
-            self.pending.look(wait=True)
+            self._look(wait=True)
             self._next_phase()
         return self.went_well
 
@@ -406,19 +332,64 @@ class CheckpointManager:
         if self.background is not None:
             self.background.close()
 
-    def _next_phase(self) -> None:
-        save, fault = self.pending, None
+    def _look(self, *, wait: bool) -> None:
+        """See what has become of this rank's part of the phase."""
+        save, staging = self.pending, self.staging
+        if save.outcome is not None:
+            return
         try:
-            if not save.next_phase():
+            if staging is not None and staging.end:
+                if not (wait or staging.is_here):
+                    return
+                staging.hand_over()
+            save.outcome = self.background.answer(wait=wait)
+        except CheckpointError as error:
+            where = f"{self.root}: the checkpoint of iteration {save.attempt.iteration}"
+            save.outcome = {"error": f"{where} was not saved: {error}"}
+
+    def _next_phase(self) -> None:
+        """All ranks call this when every one has done its part of the phase."""
+        save, fault = self.pending, None
+
+        def result() -> Any:
+            if "error" in save.outcome:
+                raise CheckpointError(save.outcome["error"])
+            return save.outcome["result"], self.ranks.who
+
+        try:
+            results = save.attempt.gather_or_raise(result)
+            if save.phase == 0:
+                # Shards of diverged replicas are written, and not committed.
+                if save.replicas is not None:
+                    save.replicas.check(self.ranks)
+                self._start_commit(save, results)
                 return
         except UserError as error:
             fault = error
-        save.close()
+        save.opened.close()
         self.pending = None
         if fault is None:
-            self._committed(save.iteration)
+            self._committed(save.attempt.iteration)
         else:
-            self._failed(save.iteration, fault)
+            self._failed(save.attempt.iteration, fault)
+
+    def _start_commit(self, save: PendingSave, results: list[Any]) -> None:
+        save.phase = 1
+        if not self.ranks.first:
+            save.outcome = {"result": None}
+            return
+        save.outcome = None
+        what = {
+            "attempt": save.attempt.name,
+            "shards": [record | who for record, who in results if record is not None],
+            "state": save.state,
+            "before": self.before,
+            "retention": asdict(self.retention),
+        }
+        try:
+            self._send(save.attempt, "commit", what)
+        except CheckpointError as error:
+            save.outcome = {"error": str(error)}
 
     def _failed(self, iteration: int, error: Exception) -> None:
         self.went_well = False

@@ -1,8 +1,6 @@
 """What a checkpoint's bytes mean: file names, safetensors headers, digest tables and the manifest
-(docs/checkpoint.md).
-
-Everything here is pure: bytes to values and back, with every bound checked. Nothing here imports
-torch: a dtype is its name in safetensors.
+(docs/checkpoint.md): bytes to values and back, with every bound checked. No torch here: a dtype is
+its name in safetensors.
 """
 
 from __future__ import annotations
@@ -55,10 +53,8 @@ def table_file(index: int) -> str:
 
 
 def list_iterations(root: Path) -> list[int]:
-    """Iterations that have a folder under `root`, newest first (none when there is no `root`); each
-    may be whole or damaged.
-
-    Raises CheckpointError when `root` cannot be listed.
+    """Iterations that have a folder under `root`, whole or damaged, newest first; none when there
+    is no `root`. Raises CheckpointError when it cannot be listed.
     """
     try:
         names = os.listdir(root)
@@ -66,11 +62,8 @@ def list_iterations(root: Path) -> list[int]:
         return []
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
-    matches = (re.fullmatch(r"iter_(\d{7,18})", name) for name in names)
-    found = {
-        int(match[1]) for match in matches if match and match[0] == iteration_folder(int(match[1]))
-    }
-    return sorted(found, reverse=True)
+    found = {int(name[5:]) for name in names if re.fullmatch(r"iter_\d{7,18}", name)}
+    return sorted((each for each in found if iteration_folder(each) in names), reverse=True)
 
 
 # ---- one shard's safetensors header --------------------------------------------------------------
@@ -102,9 +95,7 @@ def parse_key(key: str, path: Path) -> tuple[str, Dims]:
 
 def encode_header(tensors: list[tuple[str, str, Dims]], metadata: dict[str, str]) -> bytes:
     """The bytes before the data of a safetensors file that holds `tensors` (key, dtype, shape) back
-    to back in this order.
-
-    8 bytes little-endian length, JSON, spaces up to a multiple of ALIGN.
+    to back in this order: a length of 8 bytes, JSON, spaces up to a multiple of ALIGN.
     """
     header: JsonObject = {"__metadata__": metadata}
     position = 0
@@ -122,27 +113,23 @@ def decode_header(
     raw: bytes, data_bytes: int, path: Path
 ) -> tuple[dict[str, Entry], dict[str, str]]:
     """Entries by key, and the metadata, of the header `raw` (length word included) of a file with
-    `data_bytes` of data after it.
-
-    Raises CheckpointError unless the tensors fill the data exactly, without holes or overlaps.
+    `data_bytes` of data after it. Raises CheckpointError unless the tensors fill the data exactly.
     """
     try:
         header = parse_json(raw[8:])
         metadata = header.pop("__metadata__", {})
         entries = {key: _entry(key, value) for key, value in header.items()}
         _require_filled(entries, data_bytes)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        unknown = (
-            f"unknown dtype or missing field {error}" if isinstance(error, KeyError) else str(error)
-        )
-        raise CheckpointError(f"{path}: the safetensors header is malformed: {unknown}") from error
+    except KeyError as error:
+        why = f"unknown dtype or missing field {error}"
+        raise CheckpointError(f"{path}: the safetensors header is malformed: {why}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the safetensors header is malformed: {error}") from error
     return entries, metadata
 
 
 def _entry(key: str, value: Any) -> Entry:
-    """A tensor's entry from its JSON; raises ValueError, KeyError or TypeError unless it is
-    sound.
-    """
+    """A tensor's entry from its JSON. Raises ValueError, KeyError or TypeError."""
     dtype = value["dtype"]
     shape = tuple(value["shape"])
     start, stop = value["data_offsets"]
@@ -196,9 +183,8 @@ class DigestTable:
             raise CheckpointError(f"{path}: not a digest table")
         _, chunk, data_start, size = _TABLE.unpack_from(raw)
         digests = tuple(raw[at : at + 16] for at in range(_TABLE.size, len(raw), 16))
-        sound = chunk >= 1 and 8 <= data_start <= min(size, HEADER_LIMIT)
         if (
-            not sound
+            not (chunk >= 1 and 8 <= data_start <= min(size, HEADER_LIMIT))
             or len(digests) != 1 + -(-(size - data_start) // chunk)
             or len(digests[-1]) != 16
         ):
@@ -229,16 +215,14 @@ def utc_now() -> str:
 
 
 def encode_manifest(content: JsonObject) -> bytes:
-    """JSON that carries the digest of its own content: the digest is of the exact bytes between
-    `"manifest": ` and the last brace.
-
-    Raises CheckpointError when `content` is not JSON.
+    """JSON that carries the digest of its own content: of the bytes between `"manifest": ` and the
+    last brace. Raises CheckpointError when `content` is not JSON.
     """
     return _frame(_json(content, indent=1))
 
 
 def state_digests(state: JsonObject) -> dict[str, str]:
-    """A short digest of each value of `state`, by which ranks compare theirs; raises
+    """A short digest of each value of `state`, by which ranks compare theirs. Raises
     CheckpointError when it is not JSON.
     """
     return {key: xxh3_128_hexdigest(_json(value))[:8] for key, value in state.items()}
@@ -262,7 +246,7 @@ MANIFEST_HEAD = len(_frame(b"")) - 2
 
 
 def decode_manifest(raw: bytes, path: Path) -> JsonObject:
-    """The content of a manifest; raises CheckpointError unless every byte is as written and every
+    """The content of a manifest. Raises CheckpointError unless every byte is as written and every
     field sound.
     """
     body = raw[MANIFEST_HEAD:-2]

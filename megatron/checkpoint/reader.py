@@ -1,15 +1,12 @@
 """Find and read checkpoints: any box of any tensor, reading and verifying only the chunks that hold
-it (docs/checkpoint.md).
-
-Opening verifies all but the tensor data (index.py); every chunk of data is verified when it is
-read. Nothing is executed and nothing is believed without a digest.
+it (docs/checkpoint.md). Opening verifies all but the tensor data (index.py).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +26,10 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.config.input_files import InputError, open_regular
+from megatron.model.spec import Box
 
 if TYPE_CHECKING:
     from megatron.checkpoint.writer import BoxTensor
-    from megatron.model.spec import Box
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +44,24 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def open_checkpoint(
-    root: str | Path,
-    step: int | None = None,
-    ranks: Ranks = SINGLE_RANK,
-    older: bool = False,
+    root: str | Path, step: int | None = None, ranks: Ranks = SINGLE_RANK, older: bool = False
 ) -> Checkpoint | None:
     """Open the newest checkpoint under `root` (`newest_first`), or that of iteration `step`; None
     when there is none. All `ranks` call this together: the first finds and verifies it, the others
     get the index from it.
 
-    The tracker file is only a hint: one that disagrees is ignored, with a warning. `older`: instead
-    of a damaged one the newest whole one before it, with a warning; then every byte is read and
-    verified first, each rank its part. Raises CheckpointError, on several ranks the same UserError
-    on each, when the wanted checkpoint is damaged, naming the newest whole one before it, and when
-    `step` is given and missing.
+    `older`: instead of a damaged one the newest whole one before it, with a warning; then every
+    byte is read and verified first, each rank its part. Raises CheckpointError, on several ranks
+    the same UserError on each, when the wanted checkpoint is damaged, naming the newest whole one
+    before it, or `step` is missing.
     """
     # The first rank decides which ones come into question, whatever appears in the meantime.
     root = Path(root)
     iterations = ranks.from_first(lambda: _candidates(root, step))
     for iteration in iterations:
         path = root / iteration_folder(iteration)
-        others = [i for i in iterations if i < iteration]
-        checkpoint, fault = _open_together(path, ranks)
-        if fault is None and older:
-            fault = _verify_together(checkpoint, ranks)
+        others = [each for each in iterations if each < iteration]
+        checkpoint, fault = _open_together(path, ranks, verify=older)
         if fault is None:
             if ranks.first and step is None and iteration == iterations[0]:
                 _compare_tracker(root, path)
@@ -111,49 +102,33 @@ def _candidates(root: Path, step: int | None) -> list[int]:
     return iterations[iterations.index(step) :]
 
 
-def _open_together(path: Path, ranks: Ranks) -> tuple[Checkpoint | None, str | None]:
-    """(the checkpoint, None), or (None, what is wrong with it): opened and verified by the first
-    rank, taken over from it by the others.
+def _open_together(path: Path, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, str | None]:
+    """(the checkpoint, None), or (None, what is wrong with it). With `verify` every byte is read,
+    each rank its part.
     """
-    checkpoint: Checkpoint | None = None
-
-    def first() -> str | None:
-        nonlocal checkpoint
-        try:
-            checkpoint = Checkpoint(path)
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-    def others() -> None:
-        nonlocal checkpoint
-        checkpoint = checkpoint or Checkpoint(path, known)
-
-    fault = ranks.from_first(first)
-    if fault is not None:
-        return None, fault
-    known = ranks.share(checkpoint.encode() if checkpoint and ranks.world.size > 1 else b"")
-    ranks.gather_or_raise(others)
-    return checkpoint, None
+    opened: list[Checkpoint] = []
+    fault = ranks.from_first(lambda: _fault(lambda: opened.append(Checkpoint(path))))
+    if fault is None:
+        known = ranks.share(opened[0].encode() if opened and ranks.world.size > 1 else b"")
+        ranks.gather_or_raise(lambda: None if opened else opened.append(Checkpoint(path, known)))
+    if fault is None and verify:
+        part = ranks.world.rank, ranks.world.size
+        faults = ranks.gather_or_raise(lambda: _fault(lambda: opened[0].verify(part=part)))
+        fault = next(filter(None, faults), None)
+    return (opened[0], None) if fault is None else (None, fault)
 
 
-def _verify_together(checkpoint: Checkpoint, ranks: Ranks) -> str | None:
-    """Read and verify every byte, each rank its part; what is damaged."""
-
-    def part() -> str | None:
-        try:
-            checkpoint.verify(part=(ranks.world.rank, ranks.world.size))
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-    return next(filter(None, ranks.gather_or_raise(part)), None)
+def _fault(part: Callable[[], Any]) -> str | None:
+    """What is damaged, found by this rank's part of the work."""
+    try:
+        part()
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _instead(root: Path, iterations: list[int]) -> str:
-    """What to load in the place of a damaged checkpoint: the newest of `iterations` (newest first)
-    that opens, and the flag that takes it.
-    """
+    """What to load instead of a damaged checkpoint: the first of `iterations` that opens."""
     for iteration in iterations:
         with suppress(CheckpointError):
             Index(root / iteration_folder(iteration))
@@ -175,9 +150,8 @@ def _compare_tracker(root: Path, newest: Path) -> None:
 
 
 class Checkpoint(Index):
-    """An opened checkpoint folder, and reads by box.
-
-    Raises CheckpointError as Index does when it is opened; damaged data is refused when it is read.
+    """An opened checkpoint folder, and reads by box. Raises CheckpointError as Index does when it
+    is opened, and for damaged data when it is read.
     """
 
     def read(self, box: Box, into: Tensor) -> None:
@@ -190,22 +164,13 @@ class Checkpoint(Index):
         """The same of many, in the order in which they lie in the files: no shard is opened, and no
         chunk is read, more than once.
         """
-        self._read(
-            (
-                box.name,
-                tuple(box.shape),
-                tuple(box.offset),
-                tuple(box.extent),
-                box.view(into.detach()),
-            )
-            for box, into in pairs
-        )
+        self._read((box, box.view(into.detach())) for box, into in pairs)
 
     def read_tensor(self, name: str) -> Tensor:
         """The whole logical tensor `name`, on the CPU, in the dtype it was saved in."""
         stored = self._stored(name)
         result = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
-        self._read([(name, stored.shape, (0,) * len(stored.shape), stored.shape, result)])
+        self._read([(Box(name, stored.shape, (0,) * len(stored.shape), stored.shape), result)])
         return result
 
     __getitem__ = read_tensor
@@ -227,28 +192,27 @@ class Checkpoint(Index):
             raise CheckpointError(f"{self.path}: holds no tensor {name}: {fix}")
         return self.tensors[name]
 
-    def _read(self, wanted: Iterable[tuple[str, tuple, tuple, tuple, Tensor]]) -> None:
-        """Fill every view with the box (name, global shape, offset, extent) that it holds."""
+    def _read(self, wanted: Iterable[tuple[Box, Tensor]]) -> None:
+        """Fill every view with the box that it holds."""
         cuts: list[_Cut] = []
-        for name, shape, offset, extent, view in wanted:
-            stored = self._stored(name)
-            if stored.shape != shape:
-                shapes = f"has shape {list(stored.shape)}, this model needs {list(shape)}"
+        for box, view in wanted:
+            stored = self._stored(box.name)
+            if stored.shape != tuple(box.shape):
+                shapes = f"has shape {list(stored.shape)}, this model needs {list(box.shape)}"
                 raise CheckpointError(
-                    f"{self.path}: {name} {shapes}: the model's flags or the tokenizer differ"
+                    f"{self.path}: {box.name} {shapes}: the model's flags or the tokenizer differ"
                 )
-            if not shape:  # a scalar is read as a vector of one
+            if not stored.shape:  # a scalar is read as a vector of one
                 view = view.view(1)
             cuts += [
-                _Cut(piece, TORCH_DTYPES[stored.dtype], low, high, offset or (0,), view)
-                for piece, low, high in self.overlaps(name, offset, extent)
+                _Cut(piece, TORCH_DTYPES[stored.dtype], low, high, box.offset or (0,), view)
+                for piece, low, high in self.overlaps(box)
             ]
         # in the order of the files
         cuts.sort(key=lambda cut: (cut.piece.shard.number, cut.begin))
         try:
-            for batch, data in self.fetcher.stream(
-                batch for cut in cuts for batch in cut.batches()
-            ):
+            batches = (batch for cut in cuts for batch in cut.batches())
+            for batch, data in self.fetcher.stream(batches):
                 batch.cut.copy(batch, torch.frombuffer(data, dtype=torch.uint8))
         except DamageError as error:
             raise CheckpointError(
@@ -257,9 +221,7 @@ class Checkpoint(Index):
 
     def _instead(self) -> str:
         root = self.path.parent
-        return _instead(
-            root, [iteration for iteration in newest_first(root)[0] if iteration < self.iteration]
-        )
+        return _instead(root, [each for each in newest_first(root)[0] if each < self.iteration])
 
 
 @dataclass(frozen=True)

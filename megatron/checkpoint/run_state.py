@@ -1,7 +1,5 @@
-"""The JSON state of a checkpoint: types and ranges of every value, checked before any is used.
-
-A manifest carries a digest, not a signature: anyone who can write to the folder can write any state
-with a matching digest.
+"""The JSON state of a checkpoint: types and ranges of every value, checked before any is used. A
+manifest carries a digest, not a signature: whatever can write to the folder can write any state.
 """
 
 from __future__ import annotations
@@ -37,9 +35,8 @@ RUN = (
 
 
 def check_run_state(state: JsonObject) -> None:
-    """Raises InputError for a value that is there and is not of its type or in its range.
-
-    A state without a configuration is not of a run: whatever saved it may keep there what it likes.
+    """Raises InputError for a value that is there and is not of its type or in its range. A state
+    without a configuration is not of a run, and holds anything.
     """
     for name, holds in CHECKS.items() if "config" in state else ():
         if name in state:
@@ -74,13 +71,14 @@ def from_saved(kind: type[T], saved: JsonObject, what: str) -> T:
         and field.default is dataclasses.MISSING
         and field.default_factory is dataclasses.MISSING
     ]
+    fault = f"{what} is not what a run writes there:"
     if unknown:
         raise InputError(
-            f"{what} is not what a run writes there: this version does not know "
-            f"{', '.join(unknown)}; load it with the version that saved it"
+            f"{fault} this version does not know {', '.join(unknown)}; load it with the version "
+            "that saved it"
         )
     if missing:
-        raise InputError(f"{what} is not what a run writes there: it lacks {', '.join(missing)}")
+        raise InputError(f"{fault} it lacks {', '.join(missing)}")
     return kind(**saved)
 
 
@@ -213,9 +211,7 @@ def _config(value: Any) -> bool:
 
 
 def _fits(option: Option, value: Any) -> bool:
-    """Whether a value has the type of a field. Its choices are not compared: another version may
-    have others.
-    """
+    """Whether a value has the type of a field. Another version may have other choices."""
     if value is None:
         return option.optional
     if option.many:

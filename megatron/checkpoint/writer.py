@@ -1,7 +1,5 @@
-"""Write a checkpoint: every rank its own shard; the first adds the manifest and renames when it has
-word from all (commit.py).
-
-Bytes stream from the tensors to the file in chunks of 1 MiB; no second copy of a tensor is made.
+"""Write a checkpoint: every rank its own shard, without a second copy of a tensor; the first adds
+the manifest and renames when it has word from all (commit.py).
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -48,18 +46,15 @@ def save_checkpoint(
     verify: bool = False,
     before: Iterable[int] = (),
 ) -> Path:
-    """Write iteration `iteration` under `root` and return its folder. All `ranks` call this
-    together; each that owns boxes writes a shard, or several at a time where it owns much and has
-    several cores.
+    """Write iteration `iteration` under `root`, which all ranks share, and return its folder. All
+    `ranks` call this together; each that owns boxes writes a shard, or several at a time where it
+    owns much and has several cores.
 
     `tensors`: (box, local tensor) pairs that this rank owns; the boxes of all ranks cover each
-    logical tensor exactly once. `state`: JSON, the same on every rank. `root` lies on a file system
-    that all ranks share. `verify`: every rank reads its shard back from the disk before it counts.
-    `before`: as `commit`'s, on the first rank. An iteration that exists already is never
-    overwritten: when it is whole and bit-equal to this one it is kept and returned, when it is
-    whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside,
-    which is logged. Raises CheckpointError when anything prevents the save on
-    any rank, on several the same UserError on each; older checkpoints are untouched by that.
+    logical tensor exactly once. `state`: JSON, the same on every rank. `verify`: every rank reads
+    its shard back from the disk before it counts. `before`: as `commit`'s, on the first rank. Of an
+    iteration that exists already, see `commit`. Raises CheckpointError when anything prevents the
+    save on any rank, on several the same UserError on each; older checkpoints are untouched.
     """
     root = Path(root)
     pairs = not_empty(tensors)
@@ -84,11 +79,9 @@ def save_checkpoint(
 
 
 def try_folder(root: str | Path, ranks: Ranks = SINGLE_RANK) -> None:
-    """Write a byte from every rank where checkpoints will go: a full disk is found before there is
-    something to save.
-
-    Raises CheckpointError, on several ranks the same UserError on each, when one cannot write there
-    or does not see what the first made.
+    """Write a byte from every rank where checkpoints will go: what is wrong is found before there
+    is something to save. Raises CheckpointError, on several ranks the same UserError on each, when
+    one cannot write there or does not see what the first made.
     """
     root = Path(root)
 
@@ -101,22 +94,21 @@ def try_folder(root: str | Path, ranks: Ranks = SINGLE_RANK) -> None:
 
 
 def shard_parts(pairs: Pairs) -> list[Pairs]:
-    """What this rank owns, for the shards that it writes at a time: one for each core that it has,
-    but none of less than MIN_SHARD_BYTES bytes.
+    """What this rank owns, for the shards that it writes at a time: one for each of its cores, but
+    none of less than MIN_SHARD_BYTES bytes.
     """
-    count = min(MAX_SHARDS, torch.get_num_threads(), shard_bytes(pairs) // MIN_SHARD_BYTES)
-    return in_parts(pairs, count) if count > 1 else [pairs] if pairs else []
+    most = min(MAX_SHARDS, torch.get_num_threads(), shard_bytes(pairs) // MIN_SHARD_BYTES)
+    count = max(1, most)
+    parts = (
+        own_part(pairs, lambda box: Holder(part, count), balanced=True) for part in range(count)
+    )
+    return [part for part in parts if part]
 
 
 def write_shards(
-    attempt: Attempt,
-    parts: list[Pairs],
-    verify: bool,
-    progress: Callable[[int], None],
+    attempt: Attempt, parts: list[Pairs], verify: bool, progress: Callable[[int], None]
 ) -> list[JsonObject]:
-    """Write this rank's shards, each by a thread; the error of one ends all. Options and results as
-    `write_shard_file`'s.
-    """
+    """Write this rank's shards, each by a thread; the error of one ends all."""
     lock = Lock()
     faults: list[BaseException] = []
 
@@ -135,19 +127,12 @@ def write_shards(
             faults.append(error)
             raise
 
-    if len(parts) < 2:  # without a thread
-        return [write(number) for number in range(len(parts))]
-    with ThreadPoolExecutor(len(parts)) as threads:
+    with ThreadPoolExecutor(MAX_SHARDS) as threads:
         return list(threads.map(write, range(len(parts))))
 
 
 def write_shard(
-    folder: Path,
-    index: int,
-    shards: int,
-    iteration: int,
-    pairs: Pairs,
-    **options: Any,
+    folder: Path, index: int, shards: int, iteration: int, pairs: Pairs, **options: Any
 ) -> JsonObject:
     """Write shard `index` of `shards` and its digest table into `folder`; `options` and result as
     `write_shard_file`'s.
@@ -224,11 +209,11 @@ def own_part(
     pairs: Iterable[BoxTensor], holder: Callable[[Box], Holder | None], *, balanced: bool
 ) -> Pairs:
     """The (box, local tensor) pairs that this rank writes: of what it shares with others an equal
-    part, or all when it is the first of them.
+    part (`balanced`), or all when it is the first of them.
 
-    `holder` is None for a box that only others may write; it must be the same for all boxes with
-    the same `replicated` and `group`, and all its ranks hold the same of them: under ZeRO ranks
-    with the same state of a router have different slices of weights.
+    `holder` is None for a box that only others may write; it is the same for all boxes with the
+    same `replicated` and `group`: under ZeRO ranks with the same state of a router have different
+    slices of weights.
     """
     held = [(box, tensor, place) for box, tensor in pairs if (place := holder(box)) is not None]
     if not balanced:
@@ -248,25 +233,10 @@ def own_part(
             continue
         rows = box.extent[0]
         # a row belongs to the range that its first byte lies in: count those before each cut
-        first, stop = (
-            min(max(-(-(cut - begin) // (size // rows)), 0), rows)
-            for cut in _cuts(totals[kind], place)
-        )
+        cuts = (totals[kind] * (place.rank + end) // place.size for end in (0, 1))
+        first, stop = (min(max(-(-(cut - begin) // (size // rows)), 0), rows) for cut in cuts)
         found += cut_rows(box, tensor, first, stop)
     return found
-
-
-def _cuts(total: int, place: Holder) -> tuple[int, int]:
-    """Begin and end of a holder's range of `total` bytes."""
-    return total * place.rank // place.size, total * (place.rank + 1) // place.size
-
-
-def in_parts(pairs: Sequence[BoxTensor], count: int) -> list[Pairs]:
-    """The pairs cut by rows into at most `count` lists of about equal bytes, none of them empty."""
-    parts = (
-        own_part(pairs, lambda box: Holder(part, count), balanced=True) for part in range(count)
-    )
-    return [part for part in parts if part]
 
 
 def cut_rows(box: Box, tensor: Tensor, first: int, stop: int) -> Iterator[BoxTensor]:

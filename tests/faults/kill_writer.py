@@ -19,9 +19,8 @@ every kill: the newest checkpoint found is at least the newest whose save any ra
 complete, every checkpoint listed is whole, every value of every tensor and of the state is that of
 its iteration, and the ranks that were not killed have ended by themselves, with the collective's
 error. The next processes go on from there in the same folder. A writer process that is killed alone
-fails at most one save, with one error on all ranks; the next one succeeds. Negative controls:
-`--writer in-place` (no temporary folder); with --mode async `uncopied` (training continues before
-the copy is made).
+fails at most one save, with one error on all ranks; the next one succeeds. Negative control:
+`--writer in-place` (no temporary folder).
 """
 
 from __future__ import annotations

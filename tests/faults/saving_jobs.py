@@ -1,5 +1,5 @@
 """What the processes of the kill campaigns do: save one iteration after the other, in several ways
-and in two bad ones, and log what is complete.
+and in a bad one, and log what is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.checkpoint import manifest, writer  # noqa: E402
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id  # noqa: E402
 from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
-from megatron.checkpoint.manager import (  # noqa: E402
-    CheckpointManager,  # noqa: E402
-    Staging,
-    staging_bytes,
-)
+from megatron.checkpoint.manager import CheckpointManager, staging_bytes  # noqa: E402
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
 from megatron.checkpoint.writer import own_part  # noqa: E402
@@ -194,25 +189,9 @@ def node_folder(root: Path, node: int) -> Path:
     return Path(f"{root}.node{node}")
 
 
-def uncopied(root: Path, first: int, ranks: Ranks, report_line: Report) -> None:
-    """A mutant: the copy is made when training has gone on."""
-    fill, hand_over = Staging.fill, Staging.hand_over
-
-    def later(staging: Staging, *what: object) -> None:
-        staging.what, staging.end = what, 1
-
-    def late(staging: Staging) -> None:
-        if what := staging.__dict__.pop("what", None):
-            fill(staging, what[0], list(what[1]))
-        hand_over(staging)
-
-    with mock.patch.object(Staging, "fill", later), mock.patch.object(Staging, "hand_over", late):
-        in_background(root, first, ranks, report_line)
-
-
 SAVES: dict[str, Callable] = {"real": writer.save_checkpoint, "in-place": in_place}
 JOBS: dict[str, dict[str, Job]] = {  # mode, writer
     "sync": {name: partial(at_once, save) for name, save in SAVES.items()},
-    "async": {"real": in_background, "uncopied": uncopied},
+    "async": {"real": in_background},
     "local": {"real": in_tiers, "xor": partial(in_tiers, redundancy="xor")},
 }

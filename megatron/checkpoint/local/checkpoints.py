@@ -8,19 +8,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from megatron.checkpoint.files import GB
 from megatron.checkpoint.index import newest_first, read_manifest
-from megatron.checkpoint.local.nodes import (
-    RUN_FILE,
-    RunId,
-    find_nodes,
-    forget_run,
-    new_run,
-    read_run,
-)
+from megatron.checkpoint.local.nodes import RUN_FILE, find_nodes, forget_run, new_run, read_run
 from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local
 from megatron.checkpoint.local.saves import require_redundancy, require_space, save_local
 from megatron.checkpoint.manifest import CheckpointError, shard_file
@@ -39,7 +31,7 @@ class LocalCheckpoints:
     def __init__(self, root: str | Path, ranks: Ranks, redundancy: str):
         self.nodes = find_nodes(root, ranks)
         self.redundancy = redundancy
-        self.run: RunId | None = None
+        self.run = ""  # its id, known when it saves
         if redundancy != "none":
             require_redundancy(self.nodes, redundancy)
 
@@ -51,8 +43,7 @@ class LocalCheckpoints:
         `older` allows it, else never. Raises as open_checkpoint.
         """
         ranks = self.nodes.ranks
-        name, shared, copied = ranks.from_first(lambda: _look(load, save))
-        run = None if name is None else RunId(**name)
+        run, shared, copied = ranks.from_first(lambda: _look(load, save))
         if copied:
             logger.warning(
                 f"{load} was copied or moved, which makes it another run's: local "
@@ -123,38 +114,38 @@ class LocalCheckpoints:
         return folder / shard_file(index), manifest["shards"][index]
 
 
-def _look(load: str, save: str | None) -> tuple[dict[str, str] | None, list[int], bool]:
+def _look(load: str, save: str | None) -> tuple[str | None, list[int], bool]:
     """The run that continues, the iterations of `load`, and whether that folder has the id of
     another run.
     """
-    run = read_run(load) if _same(load, save) else None
-    copied = run is None and _same(load, save) and Path(load, RUN_FILE).exists()
-    return None if run is None else asdict(run), newest_first(Path(load))[0], copied
+    resumes = _same(load, save)
+    run = read_run(load) if resumes else None
+    copied = resumes and run is None and Path(load, RUN_FILE).exists()
+    return run, newest_first(Path(load))[0], copied
 
 
 def _same(load: str | None, save: str | None) -> bool:
     return None not in (load, save) and os.path.realpath(load) == os.path.realpath(save)
 
 
-def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> RunId | None:
+def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> str:
     """The run that saves to `save` from now on; its state was loaded from `load`. A run that
     continues there keeps its id. Any other run gets a new one, so that it does not take the local
-    checkpoints of the one before. None when it saves nothing locally (`local`).
+    checkpoints of the one before. Empty when it saves nothing locally (`local`).
     """
 
-    def first() -> dict[str, str] | None:
-        goes_on = _same(load, save)
+    def first() -> str:
+        resumes = _same(load, save)
         try:
-            if not local:
-                if not goes_on:
-                    forget_run(save)
-                return None
-            return asdict((read_run(save) if goes_on else None) or new_run(save))
+            if local:
+                return (read_run(save) if resumes else None) or new_run(save)
+            if not resumes:
+                forget_run(save)
         except OSError as error:
             raise CheckpointError(
                 f"--save {save}: {error.filename}: {error.strerror}: make it writable, or "
                 "give another folder"
             ) from error
+        return ""
 
-    run = ranks.from_first(first)
-    return None if run is None else RunId(**run)
+    return ranks.from_first(first)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.manifest import shard_file
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
 from megatron.distributed.collectives import Receiving, Sending, is_gloo
@@ -21,7 +22,6 @@ PIECE = 8 << 20  # bytes of one message of a copy
 IN_FLIGHT = 2  # windows whose messages are on their way
 SENDS = 8  # a rank sends fewer messages than this per window
 
-PathOf = Callable[[int], Path]  # of a file, by its number
 Owner = Callable[[int], int]  # the rank that reads a file, by its number
 Reader = Callable[[int, int, int], Tensor]  # of a file by its number: from a byte on, a size
 Part = tuple[int, int]  # a file's number, and a byte in it
@@ -65,11 +65,11 @@ def exchange(
     streams: Iterable[Stream],
     ranks: Ranks,
     owner: Owner,
-    path: PathOf,
+    source: Path,
     write: Callable[[int, Iterator[memoryview]], None],
 ) -> None:
-    """Make the files of `streams`: `owner(number)` reads a file at `path(number)`, and
-    `write(number, pieces)` takes what a rank makes.
+    """Make the files of `streams`: rank `owner(number)` has a file in `source`, and `write(number,
+    pieces)` takes what a rank makes.
 
     All ranks call this with the same streams in the same order. What cannot be read is sent as
     zeros, and what cannot be written is taken, since the others count on the messages: the first
@@ -80,7 +80,7 @@ def exchange(
 
     def read(number: int, at: int, size: int) -> Tensor:
         try:
-            return read_piece(path(number), at, size)
+            return read_piece(source / shard_file(number), at, size)
         except OSError as error:
             faults.insert(0, error)  # it comes before what it makes of the files written here
             return torch.zeros(size, dtype=torch.uint8)
@@ -124,7 +124,8 @@ def _pieces(turn: list[Stream], ranks: Ranks, owner: Owner, read: Reader) -> Ite
     starts its messages in the same order.
     """
     world = ranks.world
-    device = _device_of_messages(ranks)
+    on_host = world.size == 1 or is_gloo(world)
+    device = torch.device("cpu") if on_host else ranks.device
     in_flight: deque[tuple] = deque()
     for windows in zip_longest(*(stream.windows() for stream in turn)):
         made: Tensor | None = None
@@ -151,11 +152,6 @@ def _pieces(turn: list[Stream], ranks: Ranks, owner: Owner, read: Reader) -> Ite
             yield from _finish(*in_flight.popleft())
     while in_flight:
         yield from _finish(*in_flight.popleft())
-
-
-def _device_of_messages(ranks: Ranks) -> torch.device:
-    on_host = ranks.world.size == 1 or is_gloo(ranks.world)
-    return torch.device("cpu") if on_host else ranks.device
 
 
 def _finish(

@@ -40,16 +40,24 @@ class Nodes:
     @property
     def first(self) -> bool:
         """Whether this rank does its node's part of what one rank does."""
-        return self.members[self.index][0] == self.ranks.world.rank
+        return self.place == 0
 
     @property
     def place(self) -> int:
         """This rank's place among those of its node."""
         return self.members[self.index].index(self.ranks.world.rank)
 
-    def folder(self, run: RunId, iteration: int) -> Path:
-        """Of a local checkpoint on this node."""
-        return self.root / run.folder / iteration_folder(iteration)
+    @property
+    def host(self) -> str:
+        """This node, for messages."""
+        return f"node {self.index} ({self.hosts[self.index]})"
+
+    def run_folder(self, run: str) -> Path:
+        """Of a run's checkpoints on this node."""
+        return self.root / f"run-{run}"
+
+    def folder(self, run: str, iteration: int) -> Path:
+        return self.run_folder(run) / iteration_folder(iteration)
 
     def rank(self, node: int, number: int) -> int:
         """The rank of a node that moves shard `number`: its ranks take turns."""
@@ -62,27 +70,26 @@ def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
     """
     root = Path(root)
     token = ranks.gather_or_raise(lambda: secrets.token_hex(8))[0]
-
-    def mark(rank: int) -> Path:
-        return root / f".rank-{token}-{rank}"
+    marks = [f".rank-{token}-{rank}" for rank in range(ranks.world.size)]
+    own = root / marks[ranks.world.rank]
 
     def leave() -> str:
         own_folder(root)
-        with _explained(root), new_file(mark(ranks.world.rank)):
+        with _explained(root), new_file(own):
             pass
         return socket.gethostname()
 
     def look() -> list[int]:
         with _explained(root):
             names = set(os.listdir(root))
-        return [rank for rank in range(ranks.world.size) if mark(rank).name in names]
+        return [rank for rank, mark in enumerate(marks) if mark in names]
 
     try:
         hosts = ranks.gather_or_raise(leave)
         seen = ranks.gather_or_raise(look)
     finally:
         with suppress(OSError):
-            mark(ranks.world.rank).unlink(missing_ok=True)
+            own.unlink(missing_ok=True)
     members = tuple(sorted({tuple(row) for row in seen}))
     if sorted(rank for row in members for rank in row) != list(range(ranks.world.size)):
         raise CheckpointError(
@@ -126,41 +133,27 @@ def own_folder(root: Path) -> None:
         )
 
 
-# ---- whose local checkpoints ---------------------------------------------------------------------
+# ---- whose local checkpoints: a run's id, and where its --save folder lies, for a copy of the
+# folder is another run
 
 
-@dataclass(frozen=True)
-class RunId:
-    """A run: what it is called in its --save folder, and where that lies, so that a copy of the
-    folder is another run.
-    """
-
-    name: str
-    save: str
-
-    @property
-    def folder(self) -> str:
-        return f"run-{self.name}"
-
-
-def read_run(save: str | Path) -> RunId | None:
+def read_run(save: str | Path) -> str | None:
     """The run that --save belongs to; None when it has none yet, and in a copy of another's
     folder.
     """
     try:
-        name, at = Path(save, RUN_FILE).read_text(encoding="utf-8").splitlines()
+        run, at = Path(save, RUN_FILE).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return None
-    run = RunId(name, os.path.realpath(save))
-    return run if re.fullmatch("[0-9a-f]{32}", name) and at == run.save else None
+    return run if re.fullmatch("[0-9a-f]{32}", run) and at == os.path.realpath(save) else None
 
 
-def new_run(save: str | Path) -> RunId:
+def new_run(save: str | Path) -> str:
     """Give --save the id of a new run. Raises OSError."""
-    run = RunId(secrets.token_hex(16), os.path.realpath(save))
-    temporary = Path(save, f".{RUN_FILE}-{run.name}")
+    run = secrets.token_hex(16)
+    temporary = Path(save, f".{RUN_FILE}-{run}")
     with new_file(temporary) as file:
-        write_all(file, [memoryview(f"{run.name}\n{run.save}\n".encode())])
+        write_all(file, [memoryview(f"{run}\n{os.path.realpath(save)}\n".encode())])
     os.rename(temporary, Path(save, RUN_FILE))
     sync_folder(Path(save))
     return run

@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from base64 import b85decode, b85encode
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoint.files import GIB, is_whole
+from megatron.checkpoint.files import is_whole
 from megatron.checkpoint.index import load_bytes, read_table
 from megatron.checkpoint.local.exchange import Stream
-from megatron.checkpoint.local.nodes import Nodes, RunId
+from megatron.checkpoint.local.nodes import Nodes
 from megatron.checkpoint.local.saves import NodeAttempt
-from megatron.checkpoint.local.xor import Stripe, stripes_in
+from megatron.checkpoint.local.xor import stripes_in
 from megatron.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_LIMIT,
@@ -40,50 +38,36 @@ logger = logging.getLogger(__name__)
 MAX_NAMED = 8  # shards in one message
 
 
-@dataclass(frozen=True)
 class Found:
     """A local checkpoint. `held`: the files that each node has whole: shards and, numbered after
-    them, XOR parity blocks.
+    them, XOR parity blocks; their entries are `records`.
     """
 
-    nodes: Nodes
-    run: RunId
-    iteration: int
-    manifest: bytes
-    held: tuple[frozenset[int], ...] = ()
+    def __init__(self, nodes: Nodes, run: str, manifest: bytes, held: Sequence[set[int]]) -> None:
+        self.nodes = nodes
+        self.run = run
+        self.manifest = manifest
+        self.held = held
+        self.content = decode_manifest(manifest, Path(MANIFEST))
+        self.iteration: int = self.content["iteration"]
+        self.records = file_records(self.content)
+        self.shards = range(len(self.content["shards"]))
+        self.stripes = stripes_in(self.content["shards"], self.content.get("sets", []))
 
     @property
     def folder(self) -> Path:
         """On this node."""
         return self.nodes.folder(self.run, self.iteration)
 
-    @cached_property
-    def content(self) -> JsonObject:
-        return decode_manifest(self.manifest, Path(MANIFEST))
-
-    @property
-    def records(self) -> list[JsonObject]:
-        """Of the shards."""
-        return self.content["shards"]
-
-    @property
-    def all_records(self) -> list[JsonObject]:
-        """Of the shards and the XOR parity blocks."""
-        return self.records + self.content.get("parities", [])
-
-    @property
-    def stripes(self) -> list[Stripe]:
-        return stripes_in(self.records, self.content.get("sets", []))
-
     @property
     def missing(self) -> set[int]:
         """Files that no node has."""
-        return set(range(len(self.all_records))).difference(*self.held)
+        return set(range(len(self.records))).difference(*self.held)
 
     @property
     def lost(self) -> list[int]:
         """Shards that no node has and that cannot be rebuilt."""
-        lost = self.missing & set(range(len(self.records)))
+        lost = self.missing & set(self.shards)
         if self.stripes:
             present = set().union(*self.held)
             lost &= set().union(*(stripe.lost(present) for stripe in self.stripes))
@@ -92,11 +76,6 @@ class Found:
     def holders(self, number: int) -> list[int]:
         """The nodes that have a file."""
         return [node for node, held in enumerate(self.held) if number in held]
-
-    def bytes_of_nodes(self) -> list[int]:
-        """Bytes of the files that each node has."""
-        records = self.all_records
-        return [sum(records[number]["bytes"] for number in held) for held in self.held]
 
     def reader(self, number: int) -> int:
         """The rank that reads a file for others."""
@@ -109,12 +88,17 @@ class Found:
             why = "; with --local-redundancy xor one node of an XOR group may be lost, not two"
         logger.warning(
             f"the local checkpoint of iteration {self.iteration} is not taken: of its "
-            f"{len(self.records)} shards {len(lost)} ({some([*map(str, lost)], MAX_NAMED)}) are "
+            f"{len(self.shards)} shards {len(lost)} ({some([*map(str, lost)], MAX_NAMED)}) are "
             f"whole on no node{why}"
         )
 
 
-def newest_local(nodes: Nodes, run: RunId, oldest: int, *, copies: bool) -> Found | None:
+def file_records(content: JsonObject) -> list[JsonObject]:
+    """A manifest's entries of shards and XOR parity blocks."""
+    return content["shards"] + content.get("parities", [])
+
+
+def newest_local(nodes: Nodes, run: str, oldest: int, *, copies: bool) -> Found | None:
     """The newest local checkpoint of `run`, from iteration `oldest` on, of which the nodes have
     every shard or can make it; all of its bytes are verified, and what a lost node had is on a new
     one. `copies`: as of `restore`.
@@ -139,55 +123,50 @@ def newest_local(nodes: Nodes, run: RunId, oldest: int, *, copies: bool) -> Foun
                 else ""
             )
         )[source]
-        held = tuple(frozenset(has.get(save, ())) for has in of_nodes)
-        found = Found(nodes, run, save[0], manifest.encode(), held)
+        found = Found(nodes, run, manifest.encode(), [set(has.get(save, ())) for has in of_nodes])
         if not found.lost:
-            found = _without_damaged(found)
+            _remove_damaged(found)
 
         # 2. What is lost for good is passed over, and so is what there is no space to rebuild.
         if found.lost:
             found.log_lost()
-        elif (whole := restore(found, copies=copies)) is not None:
-            return whole
+        elif restore(found, copies=copies):
+            return found
     return None
 
 
-def _listed(nodes: Nodes, run: RunId, oldest: int) -> list[tuple[int, str, list[int]]]:
+def _listed(nodes: Nodes, run: str, oldest: int) -> list[tuple[int, str, list[int]]]:
     """Of each of this node's checkpoints of `run` the iteration, the digest of the manifest, and
     the files that are here with their size.
     """
     rows = []
-    for iteration in list_iterations(nodes.root / run.folder):
+    for iteration in list_iterations(nodes.run_folder(run)):
         folder = nodes.folder(run, iteration)
         try:
             raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
-            found = Found(nodes, run, iteration, raw)
-            if found.content["run"] != asdict(run) or found.content["iteration"] != iteration:
+            content = decode_manifest(raw, folder / MANIFEST)
+            if content["run"]["name"] != run or content["iteration"] != iteration:
                 continue
             sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         except (CheckpointError, KeyError, OSError):
             continue  # the manifest of another node lists what is missing here
         if iteration >= oldest:
-            records = enumerate(found.all_records)
+            records = enumerate(file_records(content))
             files = [i for i, each in records if sizes.get(shard_file(i)) == each["bytes"]]
             rows.append((iteration, table_digest(raw), files))
     return rows
 
 
-def _without_damaged(found: Found) -> Found:
-    """What remains when every file has been read on its own node, shared out over its ranks."""
+def _remove_damaged(found: Found) -> None:
+    """Read every file on its own node, shared out over its ranks; what is damaged is not held."""
     nodes = found.nodes
     own = sorted(found.held[nodes.index])
     mine = own[nodes.place :: len(nodes.members[nodes.index])]
-    records = found.all_records
     damaged = nodes.ranks.gather_or_raise(
-        lambda: [i for i in mine if not _is_whole(found.folder, i, records[i])]
+        lambda: [i for i in mine if not _is_whole(found.folder, i, found.records[i])]
     )
-    held = (
-        files.difference(*(damaged[rank] for rank in ranks))
-        for files, ranks in zip(found.held, nodes.members)
-    )
-    return replace(found, held=tuple(held))
+    for held, ranks in zip(found.held, nodes.members):
+        held.difference_update(*(damaged[rank] for rank in ranks))
 
 
 def _is_whole(folder: Path, number: int, record: JsonObject) -> bool:
@@ -202,57 +181,50 @@ def _is_whole(folder: Path, number: int, record: JsonObject) -> bool:
 # ---- a lost node ---------------------------------------------------------------------------------
 
 
-def restore(found: Found, *, copies: bool) -> Found | None:
+def restore(found: Found, *, copies: bool) -> bool:
     """Rebuild the files that no node has from the XOR parity blocks or, with `copies`, give every
     shard that only one node has a second one. A new node then has what the lost one had.
 
-    When that fails (no space) a warning is logged and nothing has changed: the checkpoint as it is,
-    or None where a shard is lost.
+    When that fails (no space) a warning is logged and nothing has changed. Whether every shard is
+    there.
     """
-    lost = found.missing
-    members = found.nodes.members
     streams: list[Stream] = []
     if found.stripes:
         streams = _rebuilt(found)
-    elif copies and len(members) > 1:
+    elif copies and len(found.held) > 1:
         streams = _second_copies(found)
-    if not streams:
-        return found
-
-    # All nodes make their files, or none: what is there stays until everything is whole.
-    made = [{each.number for each in streams if each.to in ranks} for ranks in members]
     try:
-        _make(found, streams, made)
+        if streams:
+            _make(found, streams)
     except UserError as error:
-        whole = not lost or min(lost) >= len(found.records)
-        what = f"the local checkpoint of iteration {found.iteration}"
-        if not whole:
-            logger.warning(f"{what} is not taken: {error}")
-        elif lost:
-            logger.warning(f"{what} lacks an XOR parity block: {error}")
-        else:
-            logger.warning(f"shards of {what} have one copy only: {error}")
-        return found if whole else None
-    return replace(found, held=tuple(old | new for old, new in zip(found.held, made)))
+        is_complete = not found.missing & set(found.shards)
+        outcome = "has lost its redundancy" if is_complete else "is not taken"
+        logger.warning(f"the local checkpoint of iteration {found.iteration} {outcome}: {error}")
+        return is_complete
+    return True
 
 
-def _make(found: Found, streams: list[Stream], made: list[set[int]]) -> None:
-    """Replace the folder of every node that gets files, `made`, by one with links to its old files,
-    and the new ones. Raises UserError on every rank when that fails; nothing has changed then.
+def _make(found: Found, streams: list[Stream]) -> None:
+    """Replace the folder of every node that gets files by one with links to its old files, and the
+    new ones. Raises UserError on every rank when that fails; nothing has changed then.
     """
-    nodes, shards = found.nodes, len(found.records)
+    nodes = found.nodes
+    made = [{each.number for each in streams if each.to in ranks} for ranks in nodes.members]
 
     def link() -> None:
         for number in found.held[nodes.index] if nodes.first else ():
             for name in (shard_file(number), table_file(number)):
                 os.link(found.folder / name, attempt.folder / name)
 
+    # All nodes make their files, or none: what is there stays until everything is whole.
     with NodeAttempt(nodes, found.run, found.iteration, "rebuilt") as attempt:
         attempt.gather_or_raise(link)
-        attempt.make(streams, found.all_records, found.reader, found.folder, shards)
+        attempt.make(streams, found.records, found.reader, found.folder, len(found.shards))
         attempt.publish(found.manifest, lambda node: bool(made[node]))
+    for held, numbers in zip(found.held, made):
+        held |= numbers
     to = ", ".join(
-        f"node {node} ({nodes.hosts[node]}): {len(numbers & set(range(shards)))}"
+        f"node {node} ({nodes.hosts[node]}): {len(numbers & set(found.shards))}"
         for node, numbers in enumerate(made)
         if numbers
     )
@@ -262,17 +234,21 @@ def _make(found: Found, streams: list[Stream], made: list[set[int]]) -> None:
     )
 
 
+def _bytes_of_nodes(found: Found) -> list[int]:
+    return [sum(found.records[number]["bytes"] for number in held) for held in found.held]
+
+
 def _second_copies(found: Found) -> list[Stream]:
     """Every shard that one node alone has goes to the emptiest other one."""
     streams = []
-    load = found.bytes_of_nodes()
-    for number, record in enumerate(found.records):
-        holders = found.holders(number)
+    load = _bytes_of_nodes(found)
+    for number in found.shards:
+        holders, size = found.holders(number), found.records[number]["bytes"]
         if len(holders) == 1:
             others = [node for node in range(len(load)) if node not in holders]
             to = min(others, key=load.__getitem__)
-            load[to] += record["bytes"]
-            streams.append(Stream.copy(number, record["bytes"], found.nodes.rank(to, number)))
+            load[to] += size
+            streams.append(Stream.copy(number, size, found.nodes.rank(to, number)))
     return streams
 
 
@@ -282,7 +258,7 @@ def _rebuilt(found: Found) -> list[Stream]:
     """
     streams = []
     missing = found.missing
-    load = found.bytes_of_nodes()
+    load = _bytes_of_nodes(found)
     for stripe in found.stripes:
         blocks = range(stripe.first, stripe.first + len(stripe.shards))
         for place, (shard, block) in enumerate(zip(stripe.shards, blocks)):
@@ -294,7 +270,7 @@ def _rebuilt(found: Found) -> list[Stream]:
             to = min(range(len(shared)), key=lambda node: (shared[node], load[node]))
             for number in lost:
                 make = stripe.shard if number == shard else stripe.xor_block
-                load[to] += found.all_records[number]["bytes"]
+                load[to] += found.records[number]["bytes"]
                 streams.append(make(place, found.nodes.rank(to, number)))
     return streams
 
@@ -343,16 +319,16 @@ class LocalCheckpoint(Checkpoint):
             return 0
 
         # 2. Copies are whole, or the restart ends with an error on all ranks.
-        here = [each for each in streams if each.to in nodes.members[nodes.index]]
+        records, shards = self.found.records, len(self.shards)
         attempt = NodeAttempt(nodes, self.found.run, self.found.iteration, "read").__enter__()
         self._attempt = attempt
-        attempt.gather_or_raise(lambda: self._require(sum(each.size for each in here)))
-        attempt.make(streams, self.found.records, self.found.reader, self.path)
+        attempt.make(streams, records, self.found.reader, self.path, shards)
 
         # 3. From now on they are read from here.
-        for each in here:
-            path = attempt.folder / shard_file(each.number)
-            self.shards[each.number] = replace(self.shards[each.number], path=path)
+        for each in streams:
+            if each.to in nodes.members[nodes.index]:
+                path = attempt.folder / shard_file(each.number)
+                self.shards[each.number] = replace(self.shards[each.number], path=path)
         return sum(stream.size for stream in streams)
 
     def _lacking(self, boxes: Iterable[Box]) -> list[int]:
@@ -361,21 +337,9 @@ class LocalCheckpoint(Checkpoint):
             piece.shard.number
             for box in boxes
             if box.name in self.tensors
-            for piece, *_ in self.overlaps(box.name, tuple(box.offset), tuple(box.extent))
+            for piece, *_ in self.overlaps(box)
         }
         return sorted(needed - self.found.held[self.nodes.index])
-
-    def _require(self, size: int) -> None:
-        free = shutil.disk_usage(self.nodes.root).free
-        if size > free:
-            raise CheckpointError(
-                f"--local-checkpoint-dir {self.nodes.root} on node {self.nodes.index} "
-                f"({self.nodes.hosts[self.nodes.index]}): on this layout its "
-                f"ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
-                f"{free / GIB:.3g} GiB are free: free space, "
-                "start with the layout and the nodes of before, or take a checkpoint of "
-                "--load with --ckpt-step"
-            )
 
     def _instead(self) -> str:
         return "take a checkpoint of --load with --ckpt-step"
@@ -391,11 +355,11 @@ def _heads(found: Found) -> dict[int, list[str]]:
     rank.
     """
     ranks = found.nodes.ranks
-    everywhere = frozenset.intersection(*found.held)
+    everywhere = set.intersection(*found.held)
 
     def read() -> list[tuple[int, list[str]]]:
         own = []
-        for number in range(len(found.records)):
+        for number in found.shards:
             if number not in everywhere and found.reader(number) == ranks.world.rank:
                 path = found.folder / table_file(number)
                 raw = load_bytes(path, MANIFEST_LIMIT)

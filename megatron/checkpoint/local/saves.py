@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from megatron.checkpoint.files import (
     write_shard_file,
 )
 from megatron.checkpoint.local.exchange import Owner, Stream, exchange
-from megatron.checkpoint.local.nodes import Nodes, RunId, own_folder
+from megatron.checkpoint.local.nodes import Nodes, own_folder
 from megatron.checkpoint.local.xor import stripes_in, stripes_of, xor_block_header, xor_groups_of
 from megatron.checkpoint.manifest import (
     ALIGN,
@@ -45,6 +44,7 @@ from megatron.checkpoint.manifest import (
     utc_now,
 )
 from megatron.checkpoint.writer import BoxTensor, not_empty, write_shard
+from megatron.config.errors import some
 from megatron.config.input_files import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ NUM_KEPT = 2  # newest iterations that stay
 
 def save_local(
     nodes: Nodes,
-    run: RunId,
+    run: str,
     iteration: int,
     tensors: Iterable[BoxTensor],
     state: JsonObject,
@@ -76,11 +76,11 @@ def save_local(
             lambda: (write_shard(*where, pairs) | nodes.ranks.who if pairs else None, utc_now())
         )
         records = [entry for entry, _ in gathered if entry is not None]
-        described = attempt.add_redundancy(redundancy, records)
+        parities = attempt.add_redundancy(redundancy, records)
 
         # 2. The same manifest on every node, then the name, then older ones go.
         content = manifest_of(iteration, attempt.name, records, state, gathered[0][1])
-        attempt.publish(encode_manifest(content | {"run": asdict(run), **described}))
+        attempt.publish(encode_manifest(content | {"run": {"name": run}, **parities}))
         attempt.gather_or_raise(attempt.thin)
         return attempt.root / iteration_folder(iteration)
 
@@ -105,16 +105,11 @@ class NodeAttempt(Attempt):
     mode = 0o700
 
     def __init__(
-        self, nodes: Nodes, run: RunId, iteration: int, done: str = "saved", **saved: Any
+        self, nodes: Nodes, run: str, iteration: int, done: str = "saved", **saved: Any
     ) -> None:
         self.nodes = nodes
-        super().__init__(
-            nodes.root / run.folder,
-            iteration,
-            nodes.ranks,
-            partial(_not_done, nodes.root, iteration, done),
-            **saved,
-        )
+        explain = partial(_not_done, nodes.root, iteration, done)
+        super().__init__(nodes.run_folder(run), iteration, nodes.ranks, explain, **saved)
         self.makes = nodes.first
 
     def _make_root(self) -> None:
@@ -128,7 +123,7 @@ class NodeAttempt(Attempt):
         owners = [record["rank"] for record in records]
         if redundancy == "partner":
             copies = partner_copies(self.nodes, records)
-            self.make(copies, records, owners.__getitem__, self.folder)
+            self.make(copies, records, owners.__getitem__, self.folder, len(records))
         if redundancy != "xor":
             return {}
         numbers = {rank: number for number, rank in enumerate(owners)}
@@ -139,7 +134,7 @@ class NodeAttempt(Attempt):
             for stripe, ranks in zip(stripes_in(records, sets), stripes)
             for place, rank in enumerate(ranks)
         ]
-        made = self.make(streams, records, owners.__getitem__, self.folder)
+        made = self.make(streams, records, owners.__getitem__, self.folder, len(records))
         return {"sets": sets, "parities": [made[stream.number] for stream in streams]}
 
     def make(
@@ -148,28 +143,25 @@ class NodeAttempt(Attempt):
         records: Sequence[JsonObject],
         owner: Owner,
         source: Path,
-        shards: int | None = None,
+        shards: int,
     ) -> dict[int, JsonObject]:
         """Make files out of others, which rank `owner(number)` has in `source`. Returns their
         entries by number; a file with an entry in `records` must become the same again. From
-        number `shards` on (default: behind the records) they are XOR parity blocks.
+        number `shards` on they are XOR parity blocks.
         """
-        blocks = len(records) if shards is None else shards
         made: list[tuple[int, JsonObject]] = []
 
         def write(number: int, pieces: Iterator[memoryview]) -> None:
-            header, data = (
-                split_header(pieces, shard_file(number))
-                if number < blocks
-                else (xor_block_header(self.iteration, number), pieces)
-            )
+            header, data = xor_block_header(self.iteration, number), pieces
+            if number < shards:
+                header, data = split_header(pieces, shard_file(number))
             entry = write_shard_file(self.folder, number, header, data)
             if number < len(records) and not entry.items() <= records[number].items():
                 raise CheckpointError(f"{self.folder}: {shard_file(number)} is not what was saved")
             made.append((number, entry))
 
         def carry_out() -> list[tuple[int, JsonObject]]:
-            exchange(streams, self.ranks, owner, lambda number: source / shard_file(number), write)
+            exchange(streams, self.ranks, owner, source, write)
             return made
 
         return {number: entry for each in self.gather_or_raise(carry_out) for number, entry in each}
@@ -205,9 +197,8 @@ class NodeAttempt(Attempt):
         if not self.nodes.first:
             return
         iterations = list_iterations(self.root)
-        for iteration in set(iterations) - set(
-            [i for i in iterations if i <= self.iteration][:NUM_KEPT]
-        ):
+        kept = [each for each in iterations if each <= self.iteration][:NUM_KEPT]
+        for iteration in set(iterations).difference(kept):
             os.rename(self.root / iteration_folder(iteration), self._trash(iteration))
             shutil.rmtree(self._trash(iteration), ignore_errors=True)
 
@@ -248,18 +239,15 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
             f"host(s): when a host is lost, so may be {lost}"
         )
     if redundancy == "xor":
-        groups = [len(chosen) for chosen in xor_groups_of(len(sizes))]
-        kinds = sorted(set(groups), reverse=True)
-        part = "a copy" if kinds[0] == 2 else " or ".join(f"1/{size - 1}" for size in kinds)
+        groups = [len(group) for group in xor_groups_of(len(sizes))]
         logger.info(
-            f" {flag}: {len(sizes)} nodes in {len(groups)} XOR group(s) of "
-            f"{' and '.join(map(str, kinds))}; in addition to its own shards a "
-            f"node keeps {part} of the largest's bytes, and one node of each group may be lost"
+            f" {flag}: {len(sizes)} nodes in XOR groups of {some([*map(str, groups)], 8)}; one node "
+            "of each may be lost"
         )
 
 
 def require_space(
-    nodes: Nodes, run: RunId, own_bytes: int, redundancy: str, flushes: bool = False
+    nodes: Nodes, run: str, own_bytes: int, redundancy: str, flushes: bool = False
 ) -> None:
     """Raise CheckpointError on every rank unless each node's folder has space for NUM_KEPT
     checkpoints and the one that is being written; and, with `flushes`, for one that is no longer
@@ -271,25 +259,16 @@ def require_space(
     count = NUM_KEPT + 1 + flushes
 
     def check() -> None:
-        own = _size(nodes.root / run.folder)
-        free = shutil.disk_usage(nodes.root).free + own
+        free = shutil.disk_usage(nodes.root).free + _size(nodes.run_folder(run))
         if count * one <= free:
             return
-        node = f"node {nodes.index} ({nodes.hosts[nodes.index]})"
         flushing = ", one on its way to --save" if flushes else ""
-        others = _size(nodes.root) - own
-        left = (
-            f" Other runs have left {others / GIB:.3g} GiB there (run-*): remove what is no longer "
-            "needed."
-            if others
-            else ""
-        )
         fix = ", or --local-redundancy none" if redundancy != "none" else ""
         raise CheckpointError(
-            f"--local-checkpoint-dir {nodes.root} on {node}: {count} checkpoints ({NUM_KEPT} kept, "
-            f"one being written{flushing}) of {one / GIB:.3g} GiB each need "
-            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free.{left} "
-            f"Give a larger folder{fix}"
+            f"--local-checkpoint-dir {nodes.root} on {nodes.host}: {count} checkpoints ({NUM_KEPT} "
+            f"kept, one being written{flushing}) of {one / GIB:.3g} GiB each need "
+            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free. Remove run-* of other "
+            f"runs there, give a larger folder{fix}"
         )
 
     nodes.ranks.gather_or_raise(lambda: check() if nodes.first else None)

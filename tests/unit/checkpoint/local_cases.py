@@ -19,8 +19,8 @@ from logged import logged
 from reshard_cases import start
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.local import checkpoints, exchange, nodes, rebuild, saves, xor
-from megatron.checkpoint.local.nodes import Nodes, RunId, find_nodes
+from megatron.checkpoint.local import checkpoints, exchange, rebuild, saves, xor
+from megatron.checkpoint.local.nodes import Nodes, find_nodes
 from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local
 from megatron.checkpoint.local.saves import save_local
 from megatron.checkpoint.ranks import Ranks
@@ -28,7 +28,7 @@ from megatron.model.spec import Box
 from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE
 
-RUN, OTHER = RunId("a" * 32, "here"), RunId("b" * 32, "here")
+RUN, OTHER = "a" * 32, "b" * 32
 STATE = {"iteration": 2, "scale": float("inf")}
 
 
@@ -76,7 +76,7 @@ def save(
     iteration: int,
     seed: int,
     redundancy: str = "partner",
-    run: RunId = RUN,
+    run: str = RUN,
     mutant: str | None = None,
 ) -> str:
     """Save `example(seed)` locally: the folder's name, or the error."""
@@ -96,7 +96,7 @@ def restart(
     each: int,
     seed: int,
     cut_seed: int,
-    run: RunId = RUN,
+    run: str = RUN,
     oldest: int = 0,
     mutant: str | None = None,
 ) -> tuple:
@@ -123,20 +123,6 @@ def restart(
         checkpoint.close()
         dist.barrier()
     return found.iteration, faults, lines, fetched
-
-
-def read_unfetched(root: Path, each: int) -> str:
-    """Read everything, fetching nothing: the error of this rank."""
-    checkpoint = LocalCheckpoint(newest_local(join(root, each), RUN, 0, copies=False))
-    try:
-        for name in checkpoint.names:
-            checkpoint.read_tensor(name)
-        return ""
-    except ValueError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-        checkpoint.close()
 
 
 @contextlib.contextmanager
@@ -172,13 +158,7 @@ def join_on(folders: list[Path]) -> str:
 
 
 def save_with_pictures(
-    root: Path,
-    each: int,
-    iteration: int,
-    seed: int,
-    pictures: Path,
-    redundancy: str,
-    mutant: str | None = None,
+    root: Path, each: int, iteration: int, seed: int, pictures: Path, redundancy: str
 ) -> int:
     """Save; before every change that this rank makes to its node's folder that is copied to
     `pictures`/node-rank-number. How many there are.
@@ -199,7 +179,7 @@ def save_with_pictures(
     joined = join(root, each)
     dist.barrier()
     with (
-        small(mutant),
+        small(),
         mock.patch.multiple(os, **{name: pictured(real) for name, real in reals.items()}),
     ):
         save_local(joined, RUN, iteration, dealt(seed, seed), STATE, redundancy)
@@ -207,20 +187,6 @@ def save_with_pictures(
 
 
 # ---- mutants: mistakes that the tests must notice ------------------------------------------------
-
-
-def _copies_at_home() -> contextlib.AbstractContextManager:
-    """The partner is the node itself."""
-    real = saves.partner_copies
-
-    def near(joined: nodes.Nodes, records: list) -> list:
-        return [
-            copy
-            for copy in real(joined, records)
-            if any({records[copy.number]["rank"], copy.to} <= set(on) for on in joined.members)
-        ]
-
-    return mock.patch.object(saves, "partner_copies", near)
 
 
 @contextlib.contextmanager
@@ -257,31 +223,17 @@ def _damaged_pieces() -> contextlib.AbstractContextManager:
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "copies at home": _copies_at_home,
-    "nothing is read to the end": lambda: mock.patch.object(
-        rebuild, "_is_whole", lambda folder, number, record: True
-    ),
     "no space for copies": _no_space_for_copies,
     "nothing is fetched": lambda: mock.patch.object(
         LocalCheckpoint, "fetch", lambda self, boxes: 0
     ),
-    "the folder of any run": lambda: mock.patch.object(RunId, "folder", "run"),
+    "the folder of any run": lambda: mock.patch.object(
+        Nodes, "run_folder", lambda self, run: self.root / "run"
+    ),
     "a piece in no XOR block": _incomplete_xor_blocks,
     "damaged on the way": _damaged_pieces,
     "XOR groups of three": lambda: mock.patch.object(xor, "XOR_GROUP", 3),
-    "thinned before it is written": lambda: mock.patch.object(
-        saves.NodeAttempt, "_make", _thin_first(saves.NodeAttempt._make)
-    ),
 }
-
-
-def _thin_first(make: Callable) -> Callable:
-    def early(self) -> None:
-        make(self)
-        for iteration in manifest.list_iterations(self.root) if self.nodes.first else ():
-            shutil.rmtree(self.root / manifest.iteration_folder(iteration))
-
-    return early
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -304,4 +256,4 @@ def on_nodes(each: int, mutant: str | None, function: Callable, *args: object) -
 
 def start_and_die(arguments: tuple[str, ...]) -> str:
     """A start that dies before the first step."""
-    return start(arguments, None, lambda run: Exit(COMPLETE, 0))
+    return start(arguments, lambda run: Exit(COMPLETE, 0))

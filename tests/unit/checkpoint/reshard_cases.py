@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
@@ -16,9 +16,6 @@ from checkpoint_cases import same_bits
 from megatron.checkpoint.manifest import iteration_folder
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.arguments import parse_arguments
-from megatron.model.spec import Holder, holders
-from megatron.optimizer.optimizer import Optimizer
-from megatron.optimizer.scaler import LossScaler
 from megatron.training import pretrain
 from megatron.training.checkpointing import finalize, save
 from megatron.training.exit import Exit
@@ -122,11 +119,9 @@ def saving(root: Path) -> tuple[str, ...]:
     return ("--save", str(root), "--save-interval", "3")
 
 
-def start(
-    arguments: tuple[str, ...], mutant: str | None = None, instead: Callable | None = None
-) -> str:
-    """`pretrain_gpt.py arguments...` on this rank, under a mutant, with `instead` in the place of
-    training; what it printed, or the error.
+def start(arguments: tuple[str, ...], instead: Callable | None = None) -> str:
+    """`pretrain_gpt.py arguments...` on this rank, with `instead` in the place of training; what it
+    printed, or the error.
     """
     printed = io.StringIO()
     with contextlib.ExitStack() as stack:
@@ -135,8 +130,6 @@ def start(
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         if instead is not None:
             stack.enter_context(mock.patch.object(pretrain, "train", instead))
-        if mutant is not None:
-            stack.enter_context(MUTANTS[mutant]())
         parsed = parse_arguments(list(arguments))
         try:
             code = pretrain.pretrain(parsed.config, parsed.notes)
@@ -145,9 +138,7 @@ def start(
     return f"{printed.getvalue()}exit code {code}"
 
 
-def load_and_compare(
-    arguments: tuple[str, ...], source: Path, mutant: str | None = None
-) -> list[str]:
+def load_and_compare(arguments: tuple[str, ...], source: Path) -> list[str]:
     """Load on this rank; what differs from the checkpoint `source`, bit by bit. Then save what was
     loaded, when --save is given.
     """
@@ -186,7 +177,7 @@ def load_and_compare(
         finalize(run)
         return Exit(COMPLETE, 0)
 
-    text = start(arguments, mutant, compare)
+    text = start(arguments, compare)
     assert compared, text
     return faults
 
@@ -243,58 +234,3 @@ def distance(a: Path, b: Path) -> float:
 
 def saved(root: Path, iteration: int = 3) -> Path:
     return root / iteration_folder(iteration)
-
-
-# ---- mutants: mistakes that the tests must notice ------------------------------------------------
-
-
-def _owns(rule: Callable) -> Callable:
-    return lambda: mock.patch.object(
-        Optimizer,
-        "holder",
-        lambda optimizer, box: Holder(0, 1) if rule(box, optimizer.groups) else None,
-    )
-
-
-@contextlib.contextmanager
-def _read_at_the_beginning() -> Iterator[None]:
-    """Every rank reads the first rank's rows."""
-    read = Checkpoint.read_all
-
-    def wrong(self: Checkpoint, pairs) -> None:
-        read(
-            self, [(replace(box, offset=tuple(0 for _ in box.offset)), into) for box, into in pairs]
-        )
-
-    with mock.patch.object(Checkpoint, "read_all", wrong):
-        yield
-
-
-MUTANTS: dict[str, Callable] = {
-    "every data-parallel copy owns": _owns(
-        lambda box, groups: groups.tp.rank == 0 or box.replicated is None
-    ),
-    "every holder of a key/value head owns it": _owns(
-        lambda box, groups: (
-            groups.dense.replicas.rank == 0 and (box.replicated != "tp" or groups.tp.rank == 0)
-        )
-    ),
-    "both ends of a pipeline own a tied matrix": _owns(
-        lambda box, groups: (
-            groups.dense.replicas.rank == 0
-            and (box.replicated == "tied" or holders(box, groups).rank == 0)
-        )
-    ),
-    "no rank owns a tensor": lambda: mock.patch.object(
-        Optimizer,
-        "holder",
-        lambda optimizer, box: None if box.name == "layers.1.mlp.up.weight" else Holder(0, 1),
-    ),
-    "read at the beginning": _read_at_the_beginning,
-    "the loss scale begins anew": lambda: mock.patch.object(
-        LossScaler, "load", lambda self, state: None
-    ),
-    "weights are not published": lambda: mock.patch.object(
-        Optimizer, "copy_masters_to_weights", lambda self: None
-    ),
-}

@@ -8,12 +8,11 @@ import errno
 import json
 import os
 import random
-import re
 import shutil
 
 import pytest
 import torch
-from checkpoint_cases import example, flip, loads, pairs, same_bits, save_in_shards, whole
+from checkpoint_cases import example, flip, loads, pairs, same_bits, save_in_shards
 from logged import silently
 from xxhash import xxh3_128_hexdigest
 
@@ -83,20 +82,6 @@ def campaign(root, path, flips: int) -> list[str]:
 
 def test_every_bit_flip_is_refused(tmp_path, two):
     assert campaign(tmp_path, two, 120) == []
-
-
-def test_the_campaign_notices_a_reader_that_does_not_verify(tmp_path, two, monkeypatch):
-    """The negative control: with digests that compare equal to anything, flips in the data go
-    unnoticed and the campaign reports it.
-    """
-
-    class Anything(bytes):
-        def __ne__(self, other):
-            return False
-
-    monkeypatch.setattr(manifest, "chunk_digest", lambda *parts: Anything(16))
-    missed = campaign(tmp_path, two, 60)
-    assert sum("not noticed" in line for line in missed) >= 10
 
 
 def test_truncated_at_any_length(tmp_path, two):
@@ -288,30 +273,6 @@ def test_choosing_an_iteration(tmp_path, two):
     two.rename(tmp_path / "iter_0000005")
     with pytest.raises(CheckpointError, match=r"manifest is of iteration 2.*--ckpt-step 1\."):
         open_checkpoint(tmp_path)
-
-
-def test_nothing_of_a_checkpoint_is_executed(tmp_path, two):
-    """A pickle in the place of any file is refused, and does not run."""
-    proof = tmp_path / "executed"
-    poison = f"cbuiltins\nopen\n(V{proof}\nVw\ntR.".encode()  # pickle: open(proof, "w")
-    for file in sorted(two.iterdir()):
-        raw = file.read_bytes()
-        file.write_bytes(poison)
-        with pytest.raises(CheckpointError):
-            load_all(tmp_path)
-        file.write_bytes(raw)
-    assert not proof.exists()
-
-
-def test_damage_names_the_chunk_and_at_most_sixteen_tensors(tmp_path):
-    tensors = {f"t{i}": torch.zeros(2) for i in range(20)}
-    path = save_checkpoint(tmp_path, 1, [(whole(n, t), t) for n, t in tensors.items()], {})
-    flip(path / "shard-00000.safetensors")
-    with pytest.raises(
-        CheckpointError,
-        match=re.escape(f"(in tensor {', '.join(f't{i}' for i in range(16))} and 4 more)"),
-    ):
-        Checkpoint(path).verify()
 
 
 @pytest.mark.parametrize(

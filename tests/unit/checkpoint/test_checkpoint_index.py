@@ -7,8 +7,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -19,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_checkpoint_ranks import BOTH, dealt, save
 
-from megatron.checkpoint import fetch, manifest
+from megatron.checkpoint import manifest
 from megatron.checkpoint.boxes import tiles
 from megatron.checkpoint.index import Index
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.model.spec import Box
 
 
 def open_and_read(root, seed: int, cut_seed: int) -> tuple[list[str], list[str]]:
@@ -87,35 +84,6 @@ def test_an_index_that_was_sent_is_the_one_that_was_opened(tmp_path):
         )
 
 
-def test_reading_holds_a_few_runs_and_no_more(tmp_path):
-    """The peak of what reading 64 MiB allocates in addition to the tensors: runs ahead, the one in
-    use and the one before it.
-    """
-    shape = (2048, 8192)
-    tensor = torch.randn(shape)
-    rows = [
-        [(Box("w", shape, (row, 0), (512, 8192)), tensor[row : row + 512])]
-        for row in range(0, 2048, 512)
-    ]
-    path = save_in_shards(tmp_path, 1, rows, {})
-    halves = [
-        (Box("w", shape, (0, column), (2048, 4096)), torch.zeros(2048, 4096))
-        for column in (0, 4096)
-    ]
-    with Checkpoint(path) as checkpoint:
-        tracemalloc.start()
-        checkpoint.read_all(halves)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert same_bits(torch.cat([half for _, half in halves], 1), tensor)
-    assert (
-        fetch.BATCH
-        < peak
-        < (fetch.PREFETCHED + 2) * (fetch.BATCH + 2 * manifest.CHUNK) + (1 << 20)
-        < tensor.nbytes // 2
-    )
-
-
 def test_a_process_that_commits_needs_no_torch():
     script = (
         "import sys; import megatron.checkpoint.commit; assert 'torch' not in sys.modules "
@@ -148,17 +116,3 @@ def test_tiles_counts_every_element(seed):
     assert tiles(shape, boxes) == bool(
         (count[inside] == 1).all() and count.sum() == count[inside].sum()
     )
-
-
-def test_thousands_of_boxes_are_checked_in_the_time_of_a_sort():
-    """32 columns of 128 unaligned rows each: 4096 boxes; counted on the grid of their edges, 64
-    thousand times as many cells.
-    """
-    assert tiles((), [((), ())]) and not tiles((), []) and not tiles((), [((), ()), ((), ())])
-    rng, boxes = random.Random(1), []
-    for column in range(32):
-        edges = [0, *sorted(rng.sample(range(1, 1 << 16), 127)), 1 << 16]
-        boxes += [((low, 8 * column), (high - low, 8)) for low, high in zip(edges, edges[1:])]
-    began = time.process_time()
-    assert tiles((1 << 16, 256), boxes) and not tiles((1 << 16, 256), [*boxes[:-1], boxes[0]])
-    assert time.process_time() - began < 0.5

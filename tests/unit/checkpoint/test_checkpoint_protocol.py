@@ -10,14 +10,13 @@ import os
 import random
 import re
 import resource
-import subprocess
 import tracemalloc
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import example, flip, loads, mounted, pairs
+from checkpoint_cases import example, flip, loads, pairs
 from logged import silently
 from reshard_cases import BASE, FEATURES, start
 
@@ -180,22 +179,6 @@ def fails_and_recovers(root, text, big) -> None:
         save_checkpoint(root, 2, pairs(big), STATE)
     loads(silently(open_checkpoint, root).path, example(1))
     assert listing(root) == WHOLE
-
-
-def test_full_disk(tmp_path):
-    with mounted(tmp_path, "size=2m"):
-        save_checkpoint(tmp_path, 1, pairs(example(1)), STATE)
-        fails_and_recovers(
-            tmp_path, "No space left on device.*Free space", {"w": torch.zeros(1 << 20)}
-        )
-        loads(save_checkpoint(tmp_path, 2, pairs(example(2)), STATE), example(2))
-
-
-def test_read_only_file_system(tmp_path):
-    with mounted(tmp_path, "size=2m"):
-        save_checkpoint(tmp_path, 1, pairs(example(1)), STATE)
-        subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
-        fails_and_recovers(tmp_path, "Read-only file system.*Give a --save folder", example(2))
 
 
 def test_file_size_limit(root):

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import os
 import random
-import re
 import stat
 import struct
 import subprocess
@@ -19,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import (
-    all_ranks,
     cut,
     deal,
     example,
@@ -33,12 +31,11 @@ from checkpoint_cases import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from logged import silently
-from megatron.tools import inspect_checkpoint
 
 from megatron.checkpoint import commit, files, manifest, reader, writer
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.writer import save_checkpoint, shard_bytes, shard_parts
+from megatron.checkpoint.writer import save_checkpoint, shard_bytes
 from megatron.model.spec import Box
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,14 +152,14 @@ def test_any_boxes_resharded_to_any_boxes(tmp_path, seed):
             checkpoint.read(box, into)
             assert same_bits(into, want)
             if len(shape) < 3:
-                assert checkpoint.bytes_read == needed_chunks(checkpoint, box)
+                assert checkpoint.fetcher.bytes_read == needed_chunks(checkpoint, box)
 
 
 def test_reading_everything_in_order_reads_each_chunk_once(tmp_path):
     path = save_checkpoint(tmp_path, 1, pairs(example()), {})
     with Checkpoint(path) as checkpoint:
         checkpoint.read_all((box, torch.zeros_like(each)) for box, each in pairs(example()))
-        assert checkpoint.bytes_read == checkpoint.shards[0].data_bytes
+        assert checkpoint.fetcher.bytes_read == checkpoint.shards[0].data_bytes
 
 
 def test_values_are_converted_to_the_destination(tmp_path):
@@ -255,21 +252,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(done.stdout) < 56 * 1024
 
 
-@pytest.mark.gpu
-def test_tensors_on_a_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "PIECE", 512)
-    tensors = {name: tensor.cuda() for name, tensor in example().items()} | {
-        "t": torch.randn(40, 30, device="cuda").t()
-    }
-    path = save_checkpoint(tmp_path, 1, pairs(tensors), {})
-    loads(path, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    with Checkpoint(path) as checkpoint:
-        for name, tensor in tensors.items():
-            into = torch.zeros_like(tensor)
-            checkpoint.read(whole(name, tensor), into)
-            assert torch.equal(into, tensor)
-
-
 # ---- several shards of a rank that has several cores ---------------------------------------------
 
 
@@ -301,16 +283,6 @@ def test_any_number_of_cores_saves_the_same_tensors(tmp_path, monkeypatch, cores
     assert max(sizes) - min(sizes) < 2000, "more than a row or two of each tensor"
     again = save_checkpoint(tmp_path / "again", 1, pairs(example()), {})
     assert files_of(again) == files_of(path)
-
-
-def test_little_is_not_cut(cores):
-    cores(4)
-    small = pairs({"w": torch.ones(100)})
-    assert shard_parts(small) == [small] and shard_parts([]) == []
-    assert [shard_bytes(part) for part in shard_parts(pairs({"w": torch.ones(600)}))] == [
-        1200,
-        1200,
-    ]
 
 
 def test_fused_groups_are_cut_at_rows(tmp_path, cores):
@@ -349,30 +321,6 @@ def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):
     assert len(calls) <= 8 + 2 * 2, "the others wrote on"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", manifest.TRACKER]
     loads(open_checkpoint(tmp_path).path, example(1))
-
-
-def save_by_two(root: Path) -> list[tuple[int, int]]:
-    """Rank 0 has one core, rank 1 three; (shard, rank) in the manifest."""
-    ranks = all_ranks()
-    rank = ranks.world.rank
-    values = torch.arange(8000.0).view(2000, 4)
-    own = [(Box("w", (2000, 4), (1000 * rank, 0), (1000, 4)), values[1000 * rank :][:1000])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "MIN_SHARD_BYTES", 1000)
-        patch.setattr(torch, "get_num_threads", lambda: 1 + 2 * rank)
-        path = save_checkpoint(root, 1, own, {}, ranks=ranks)
-    with Checkpoint(path) as checkpoint:
-        assert torch.equal(checkpoint["w"], values)
-        records = checkpoint.manifest["shards"]
-        return [(shard.number, records[shard.number]["rank"]) for shard in checkpoint.shards]
-
-
-def test_ranks_with_different_cores(gloo_world, tmp_path, capsys):
-    assert gloo_world(2).run(save_by_two, tmp_path) == [[(0, 0), (1, 1), (2, 1), (3, 1)]] * 2
-    assert inspect_checkpoint.main([str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    files_of_1 = ", ".join(f"shard-0000{i}.safetensors" for i in (1, 2, 3))
-    assert "2 ranks wrote" in out and re.search(rf"rank 1: \S+ MiB in {files_of_1}\n", out)
 
 
 def test_what_has_been_taken_is_written_before_more_is_asked_for(tmp_path):

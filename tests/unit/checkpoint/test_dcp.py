@@ -65,7 +65,7 @@ def load_sharded(folder: Path) -> tuple[list[str], int]:
     close = Checkpoint.close
 
     def closed(self: Checkpoint) -> None:
-        read[0] += self.bytes_read
+        read[0] += self.fetcher.bytes_read
         close(self)
 
     with pytest.MonkeyPatch.context() as patched:

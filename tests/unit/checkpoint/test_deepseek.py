@@ -1,29 +1,18 @@
-"""DeepSeek-V3's family of Hugging Face, both ways, with transformers as the judge."""
+"""DeepSeek-V3's family of Hugging Face, both ways (tests/parity/test_huggingface_oracle.py has
+transformers as the judge).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 import pytest
-import torch
-from checkpoint_cases import pairs
 from megatron.tools._convert.huggingface import from_huggingface, left_out, to_huggingface
 from parity.latent_fields import LATENT, ROUTED, YARN
-from test_huggingface import LLAMA, VOCAB, build, difference, tokens
+from test_huggingface import LLAMA, VOCAB
 
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.writer import save_checkpoint
-from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import convert_checkpoint  # noqa: E402
-
-transformers = pytest.importorskip("transformers")
-safetensors = pytest.importorskip("safetensors.torch")
+from megatron.config.groups import ModelConfig
 
 DENSE = dataclasses.replace(
     LLAMA,
@@ -44,33 +33,6 @@ def described(model: ModelConfig) -> tuple[dict, list[str]]:
     """config.json of a model, and the names of its tensors."""
     config, rules = to_huggingface(model, VOCAB)
     return config, [rule.theirs for rule in rules]
-
-
-def test_an_exported_model_loads_in_transformers_and_comes_back(tmp_path, capsys):
-    data = DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
-    config = Config(model=EXPERTS, precision=PrecisionConfig(fp64=True), data=data)
-    ours, held = build(EXPERTS)
-    state = {"iteration": 5, "config": config.to_dict(), "vocab_size": VOCAB, "tokenizer": "f"}
-    save_checkpoint(tmp_path / "run", 5, pairs(held), state)
-    folder = tmp_path / "hf"
-    words = ["--load", tmp_path / "run", "--to-huggingface", folder, "--dtype", "fp32"]
-    assert convert_checkpoint.main([str(word) for word in words]) == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert type(theirs).__name__ == "DeepseekV3ForCausalLM"
-    with torch.no_grad():  # transformers computes in fp32
-        assert difference(theirs(tokens()).logits.double(), ours.logits(tokens())) < 1e-5
-    # a layer of multi-token prediction, as DeepSeek's own files have one
-    extra = {f"model.layers.{EXPERTS.num_layers}.eh_proj.weight": torch.zeros(2, 2)}
-    safetensors.save_file(
-        safetensors.load_file(folder / "model.safetensors") | extra, folder / "model.safetensors"
-    )
-    capsys.readouterr()
-    words = ["--from-huggingface", folder, "--save", tmp_path / "back"]
-    assert convert_checkpoint.main([str(word) for word in words]) == 0
-    assert "multi-token prediction, which are not taken over" in capsys.readouterr().out
-    with open_checkpoint(tmp_path / "back") as back:
-        assert set(back.names) == set(held)
-        assert all(torch.equal(back[name].float(), held[name].float()) for name in held)
 
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])

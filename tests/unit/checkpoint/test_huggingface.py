@@ -308,36 +308,6 @@ def test_logits_equal_and_the_way_back(case):
             torch.testing.assert_close(back[name], held[name], rtol=0, atol=2**-51)
 
 
-SENSITIVE = [
-    "mistral",
-    "llama 3 scaling",
-    "gpt2 untied, tanh",
-    "qwen3_moe plain weights, dense layers, window",
-    "qwen2_moe",
-]
-
-
-@pytest.mark.parametrize("case", SENSITIVE)
-def test_the_comparison_sees_each_setting(case):
-    """The negative control: the same weights under the neighbouring setting give other logits by
-    far more than the bound.
-    """
-    base, changes, _ = CASES[case]
-    config = dataclasses.replace(base, **changes)
-    _, held = build(config)
-    neighbours = {
-        "window_size": changes.get("window_size", 0) + 1,
-        "rope_original_max_position_embeddings": 17,
-        "activation": "gelu",
-        "moe_router_pre_softmax": False,
-    }
-    acting = {name: value for name, value in neighbours.items() if name in changes}
-    model, _ = build(dataclasses.replace(config, **acting), held)
-    with torch.no_grad():
-        theirs = their_model(*exported(config, held))(tokens()).logits
-        assert difference(model.logits(tokens()), theirs) > 1e-5
-
-
 def test_rotary_fields_of_transformers_4_mean_the_same():
     for changes in (LLAMA3, YARN, {"rotary_seq_len_interpolation_factor": 3.0}):
         config = dataclasses.replace(LLAMA, **changes)
@@ -353,24 +323,15 @@ def test_rotary_fields_of_transformers_4_mean_the_same():
     ("base", "changes", "text"),
     [
         (GPT2, {"normalization": "RMSNorm"}, "GPT2LMHeadModel, .*--normalization RMSNorm"),
-        (GPT2, {"kv_channels": 16}, "--kv-channels 16"),
         (LLAMA, {"no_rope_freq": "2"}, "--no-rope-freq 1,0,1"),
         (MIXTRAL, {"window_size": 4, "window_attn_skip_freq": "2"}, "attn-skip-freq 1,0,1"),
-        (LLAMA, {"add_bias_linear": True, "window_size": 4}, "--window-size 4"),
-        (LLAMA, {"activation": "gelu", "rotary_percent": 0.5}, "--activation gelu"),
         (
             LLAMA,
             {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0},
             "(?s)--attn-logit-softcapping.*--final-logit-softcapping",
         ),
-        (
-            LLAMA,
-            {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
-            "--use-rope-scaling",
-        ),
         (GPT2, {"num_experts": 4, "moe_ffn_hidden_size": 8}, "--position-embedding-type learned"),
         (MIXTRAL, {"moe_router_num_groups": 5, "moe_router_group_topk": 1}, "num-groups 5"),
-        (MIXTRAL, {"moe_router_topk_scaling_factor": 2.5}, "--moe-router-topk-scaling-factor 2.5"),
         (MIXTRAL, {**SHARED, "qk_layernorm": True}, "--qk-layernorm"),
     ],
 )
@@ -385,10 +346,7 @@ def test_flags_without_a_counterpart_are_refused_by_name(base, changes, text):
         ({"model_type": "bloom"}, "model_type 'bloom'"),
         ({"attention_bias": True}, "mlp_bias False"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale 0.7"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_hidden_layers": 4}, "tensors missing: model.layers.3"),
-        ({"num_hidden_layers": 2}, "tensors without a counterpart here: model.layers.2"),
         (
             {
                 "model_type": "qwen2",
@@ -419,8 +377,6 @@ def test_foreign_models_are_refused_by_field(changes, text):
         for name, value in (config | changes).items()
         if changes.get(name, 0) is not None
     }
-    if "rope_scaling" in changes:
-        config.pop("rope_parameters")
     with pytest.raises(ValueError, match=text):
         from_huggingface(config, theirs)
 
@@ -493,7 +449,6 @@ def test_a_tensor_of_other_experts_is_refused():
     ("changes", "pattern"),
     [
         ({"decoder_sparse_step": 2}, "[0]*1+[1]*1+[0]*1"),
-        ({"decoder_sparse_step": 3}, "[0]*2+[1]*1"),
         ({"mlp_only_layers": [1]}, "2"),
         ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, None),
     ],

@@ -15,7 +15,7 @@ import pretrain_gpt
 from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
-from megatron.config.metadata import KERNEL, ROUNDING, can_act, model_flag
+from megatron.config.metadata import KERNEL, ROUNDING, can_act
 from megatron.config.options import FIELDS
 
 MODELS = {name: dataclasses.replace(base, **changes) for name, (base, changes, _) in CASES.items()}
@@ -34,34 +34,8 @@ def has_no_effect(model: ModelConfig, field: str) -> bool:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class LargerConfig(ModelConfig):
-    """The model's group with one more field of each kind."""
-
-    embedding_scale: float = model_flag(1.0)
-    parallel_residual: bool = model_flag(False)
-    logit_scale: float | None = model_flag(None)
-
-
-def enlarged(model: ModelConfig, **values) -> LargerConfig:
-    return LargerConfig(**{**dataclasses.asdict(model), **values})
-
-
 # One of each family.
 FIRST = list({kind: name for name, (_, _, kind) in reversed(CASES.items())}.values())
-
-
-@pytest.mark.parametrize("name", [*FIRST[:3], "deepseek"])
-def test_a_new_field_is_refused_until_it_is_mapped(name):
-    model = MODELS[name]
-    assert to_huggingface(enlarged(model), VOCAB) == to_huggingface(model, VOCAB)
-    new = {"embedding_scale": 8.0, "parallel_residual": True, "logit_scale": 0.5}
-    with pytest.raises(UserError) as error:
-        to_huggingface(enlarged(model, **new), VOCAB)
-    text = str(error.value)
-    assert text.endswith(
-        "cannot express: --embedding-scale 8.0; --parallel-residual; --logit-scale 0.5"
-    )
 
 
 KINDS = {name: kind for name, (_, _, kind) in CASES.items()}

@@ -114,24 +114,6 @@ def test_a_decoupled_rate_is_part_of_the_schedule(root):
     assert taken in shown and "| decoupled learning rate: " in shown
 
 
-def test_a_run_with_two_rates_continues_with_both(tmp_path):
-    def begun(name: str, *more: object) -> Path:
-        folder = tmp_path / name
-        shown = start(flags("gqa-untied", "one", *saving(folder), *more))
-        assert shown.endswith("exit code 0"), shown
-        return folder
-
-    both = (*DECOUPLED, "--decoupled-min-lr", "1e-3", "--lr-decay-style", "cosine")
-    whole = begun("whole", *both)
-    assert schedule_of(whole, 3)["decoupled_min_lr"] == 1e-3
-    where = ("--load", whole, "--ckpt-step", 3)
-    again = begun("again", *where, *both)
-    assert differing(saved(whole, 6), saved(again, 6)) == []
-    # the control: another minimum
-    shown = start(flags("gqa-untied", "one", *where, *both[:2], *both[4:]))
-    assert "  decoupled_min_lr: checkpoint 0.001, command line 0.0\n" in shown and CHOOSES in shown
-
-
 def schedule_of(folder: Path, iteration: int) -> dict:
     """What a checkpoint has of the schedule."""
     with Checkpoint(saved(folder, iteration)) as checkpoint:
@@ -410,13 +392,6 @@ def enlarged(kind: type) -> type:
     """The dataclass of a later version, with one more field of each type."""
     frozen = kind.__dataclass_params__.frozen
     return dataclasses.make_dataclass(f"Later{kind.__name__}", ADDED, bases=(kind,), frozen=frozen)
-
-
-def test_older_states_take_the_defaults_of_new_fields():
-    for kind, old in SAVED.items():
-        later = from_saved(enlarged(kind), old, "state")
-        assert [getattr(later, name) for name, _, _ in ADDED] == [0.5, "plain", True]
-        assert {name: getattr(later, name) for name in old} == old
 
 
 def test_unknown_and_missing_fields_are_refused_by_name():
