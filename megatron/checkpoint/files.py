@@ -250,18 +250,20 @@ def read_back(path: Path, table: DigestTable) -> None:
     made of the bytes in memory. The files are durable, and the page cache's copy is dropped first,
     so that the disk answers. Raises CheckpointError with the file and the bytes that differ.
     """
-    _compare(path, table.size, _parts(table))
     raw = table.encode()
-    _compare(path.with_suffix(".digests"), len(raw), [(0, len(raw), m.chunk_digest(raw))])
+    of_table = path.with_suffix(".digests"), len(raw), [(0, len(raw), m.chunk_digest(raw))]
+    for file, size, parts in ((path, table.size, _parts(table)), of_table):
+        damage = _damage(file, size, parts, from_disk=True)
+        if damage:
+            raise CheckpointError(f"{file}: read back from the disk: {damage}. {_FIX}")
 
 
 def is_whole(path: Path, table: DigestTable) -> bool:
     """Whether every byte of a shard is as its table specifies. The page cache may answer."""
     try:
-        _compare(path, table.size, _parts(table), from_disk=False)
-    except (CheckpointError, OSError):
+        return not _damage(path, table.size, _parts(table))
+    except OSError:
         return False
-    return True
 
 
 def _parts(table: DigestTable) -> Iterator[tuple[int, int, bytes]]:
@@ -272,25 +274,22 @@ def _parts(table: DigestTable) -> Iterator[tuple[int, int, bytes]]:
         yield start, min(start + table.chunk, table.size), digest
 
 
-def _compare(
-    path: Path, size: int, parts: Iterable[tuple[int, int, bytes]], *, from_disk: bool = True
-) -> None:
-    failure = f"{path}: read back from the disk:"
+def _damage(
+    path: Path, size: int, parts: Iterable[tuple[int, int, bytes]], *, from_disk: bool = False
+) -> str:
+    """What of a file is not as the digests of its parts specify; empty when it is whole."""
     with open(path, "rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found != size:
-            raise CheckpointError(
-                f"{failure} {found} bytes instead of the {size} that were written. {_FIX}"
-            )
+            return f"{found} bytes instead of the {size} that were written"
         if from_disk:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for start, stop, digest in parts:
-            where = f"{failure} bytes {start} to {stop - 1}"
+            where = f"bytes {start} to {stop - 1}"
             try:
                 read = m.chunk_digest(file.read(stop - start))
             except OSError as error:
-                raise CheckpointError(
-                    f"{where} cannot be read: {error.strerror}. {_FIX}"
-                ) from error
+                return f"{where} cannot be read: {error.strerror}"
             if read != digest:
-                raise CheckpointError(f"{where} are not those that were written. {_FIX}")
+                return f"{where} are not those that were written"
+    return ""

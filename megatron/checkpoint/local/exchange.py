@@ -72,9 +72,8 @@ def exchange(
     pieces)` takes what a rank makes.
 
     All ranks call this with the same streams in the same order. What cannot be read is sent as
-    zeros, and what cannot be written is taken, since the others count on the messages: the first
-    error is raised when everything has been moved. Over NCCL messages pass through the device
-    (never run).
+    zeros, and what cannot be written is taken, for the others wait for the messages: the first
+    error is raised at the end. Over NCCL messages pass through the device (never run).
     """
     faults: list[Exception] = []
 

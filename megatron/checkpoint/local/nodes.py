@@ -65,38 +65,30 @@ class Nodes:
 
 
 def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
-    """Group the ranks by node: every rank makes a file in its folder `root`, and looks whose files
-    are there. Raises CheckpointError when the folder cannot be used on any rank.
+    """Group the ranks by node: of those that see one folder `root` the first to come leaves its
+    number there. Raises CheckpointError when the folder cannot be used on any rank.
     """
     root = Path(root)
     token = ranks.gather_or_raise(lambda: secrets.token_hex(8))[0]
-    marks = [f".rank-{token}-{rank}" for rank in range(ranks.world.size)]
-    own = root / marks[ranks.world.rank]
+    mark = root / f".node-{token}"
 
-    def leave() -> str:
+    def join() -> tuple[int, str]:
         own_folder(root)
-        with _explained(root), new_file(own):
-            pass
-        return socket.gethostname()
-
-    def look() -> list[int]:
         with _explained(root):
-            names = set(os.listdir(root))
-        return [rank for rank, mark in enumerate(marks) if mark in names]
+            with suppress(FileExistsError):  # a link is there with its text, or not at all
+                os.symlink(str(ranks.world.rank), mark)
+            return int(os.readlink(mark)), socket.gethostname()
 
     try:
-        hosts = ranks.gather_or_raise(leave)
-        seen = ranks.gather_or_raise(look)
+        found = ranks.gather_or_raise(join)
     finally:
         with suppress(OSError):
-            own.unlink(missing_ok=True)
-    members = tuple(sorted({tuple(row) for row in seen}))
-    if sorted(rank for row in members for rank in row) != list(range(ranks.world.size)):
-        raise CheckpointError(
-            f"--local-checkpoint-dir {root}: ranks do not agree on who sees the same folder "
-            f"({members}): give a folder of the node itself, such as one in /dev/shm"
-        )
-    return Nodes(root, ranks, members, tuple(hosts[row[0]] for row in members))
+            mark.unlink(missing_ok=True)
+    by_node: dict[int, list[int]] = {}
+    for rank, (first, _) in enumerate(found):
+        by_node.setdefault(first, []).append(rank)
+    members = tuple(map(tuple, by_node.values()))
+    return Nodes(root, ranks, members, tuple(found[row[0]][1] for row in members))
 
 
 @contextmanager

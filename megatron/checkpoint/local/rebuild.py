@@ -101,10 +101,7 @@ def file_records(content: JsonObject) -> list[JsonObject]:
 def newest_local(nodes: Nodes, run: str, oldest: int, *, copies: bool) -> Found | None:
     """The newest local checkpoint of `run`, from iteration `oldest` on, of which the nodes have
     every shard or can make it; all of its bytes are verified, and what a lost node had is on a new
-    one. `copies`: as of `restore`.
-
-    All ranks call this together; each reads its part of what its node has. Why newer ones are
-    passed over is logged.
+    one (`restore`). All ranks call this together. Why newer ones are passed over is logged.
     """
     # What every node has, of all saves: an iteration may have been saved twice.
     listed = nodes.ranks.gather_or_raise(lambda: _listed(nodes, run, oldest) if nodes.first else [])
@@ -183,10 +180,8 @@ def _is_whole(folder: Path, number: int, record: JsonObject) -> bool:
 
 def restore(found: Found, *, copies: bool) -> bool:
     """Rebuild the files that no node has from the XOR parity blocks or, with `copies`, give every
-    shard that only one node has a second one. A new node then has what the lost one had.
-
-    When that fails (no space) a warning is logged and nothing has changed. Whether every shard is
-    there.
+    shard that only one node has a second one; whether every shard is there then. When that fails
+    (no space) a warning is logged and nothing has changed.
     """
     streams: list[Stream] = []
     if found.stripes:
@@ -279,9 +274,9 @@ def _rebuilt(found: Found) -> list[Stream]:
 
 
 class LocalCheckpoint(Checkpoint):
-    """A local checkpoint as any rank opens it: the headers of all shards come from the nodes that
-    have them. `fetch` brings the shards that are read to this rank's node. All ranks open, fetch
-    and close together; closing removes what was fetched.
+    """A local checkpoint as any rank opens it: headers come from the nodes that have them, and
+    `fetch` brings the shards that are read to this rank's node, until it is closed. All ranks do
+    this together.
     """
 
     def __init__(self, found: Found) -> None:

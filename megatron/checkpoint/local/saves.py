@@ -1,10 +1,9 @@
-"""Checkpoints in a folder of each node, such as /dev/shm: written often, and found again after the
-job (docs/checkpoint.md, "Local checkpoints").
+"""Checkpoints in a folder of each node, such as /dev/shm (docs/checkpoint.md, "Local checkpoints").
 
 `<root>/run-<id>/iter_0000010/` holds on every node the manifest of all shards, and the shards of
 the node's own ranks; with a partner those of the node before it, too; in an XOR group a parity
-block for each of its ranks, numbered after all shards. What a folder holds of an iteration is
-whole; whether all nodes together hold all of it is found out at a restart.
+block for each of its ranks, numbered after all shards. What a folder holds is whole; whether all
+nodes together hold all of it is found out at a restart.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ def save_local(
     redundancy: str = "none",
 ) -> Path:
     """Write iteration `iteration` of `run` on every node, and return the folder on this one. All
-    ranks call this together.
+    ranks call this together; `tensors` and `state` as for save_checkpoint. `redundancy`:
+    --local-redundancy.
 
-    `tensors` and `state` as for save_checkpoint. `redundancy`: --local-redundancy. An iteration
-    that exists already is replaced; the newest one before this is kept, and all others are removed,
-    those of an abandoned later pass too. Raises UserError on every rank when anything prevents the
-    save on any; the checkpoints that were there are untouched by that.
+    An iteration that exists already is replaced; the newest one before this is kept, and all others
+    are removed, those of an abandoned later pass too. Raises UserError on every rank when anything
+    prevents the save on any; the checkpoints that were there are untouched by that.
     """
     pairs = not_empty(tensors)
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
@@ -117,8 +116,8 @@ class NodeAttempt(Attempt):
         self.root.mkdir(mode=self.mode, exist_ok=True)
 
     def add_redundancy(self, redundancy: str, records: list[JsonObject]) -> JsonObject:
-        """Add copies or XOR parity blocks of all shards, whose entries are `records`. Returns what
-        the manifest has of parity blocks.
+        """Add copies or XOR parity blocks of all shards, whose entries are `records`; return the
+        manifest's fields of parity blocks.
         """
         owners = [record["rank"] for record in records]
         if redundancy == "partner":
@@ -145,9 +144,9 @@ class NodeAttempt(Attempt):
         source: Path,
         shards: int,
     ) -> dict[int, JsonObject]:
-        """Make files out of others, which rank `owner(number)` has in `source`. Returns their
-        entries by number; a file with an entry in `records` must become the same again. From
-        number `shards` on they are XOR parity blocks.
+        """Make files out of others, which rank `owner(number)` has in `source`; return their
+        entries by number. A file with an entry in `records` must become the same again. From number
+        `shards` on they are XOR parity blocks.
         """
         made: list[tuple[int, JsonObject]] = []
 
@@ -250,10 +249,8 @@ def require_space(
     nodes: Nodes, run: str, own_bytes: int, redundancy: str, flushes: bool = False
 ) -> None:
     """Raise CheckpointError on every rank unless each node's folder has space for NUM_KEPT
-    checkpoints and the one that is being written; and, with `flushes`, for one that is no longer
-    kept and still on its way to --save.
-
-    `own_bytes`: of this rank's shard. What this run has there already counts as free.
+    checkpoints, the one that is being written and, with `flushes`, one that is still on its way to
+    --save. `own_bytes`: of this rank's shard. What this run has there already counts as free.
     """
     one = _node_bytes(nodes, nodes.ranks.gather_or_raise(lambda: own_bytes), redundancy)
     count = NUM_KEPT + 1 + flushes
