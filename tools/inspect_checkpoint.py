@@ -142,11 +142,9 @@ def verify(checkpoint: Checkpoint) -> str:
     begin = time.monotonic()
     checkpoint.verify(reporter("verified"))
     seconds = time.monotonic() - begin
-    rate = checkpoint.fetcher.bytes_read / 1e9 / max(seconds, 1e-9)
-    return (
-        f"verified: every byte matches its digest ({gib(checkpoint.fetcher.bytes_read)} of tensors, "
-        f"{rate:.2f} GB/s)"
-    )
+    size = checkpoint.fetcher.bytes_read
+    rate = size / 1e9 / max(seconds, 1e-9)
+    return f"verified: every byte matches its digest ({gib(size)} of tensors, {rate:.2f} GB/s)"
 
 
 def reporter(verb: str) -> Callable[[int, int], None]:

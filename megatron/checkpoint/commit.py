@@ -1,6 +1,6 @@
 """How a checkpoint appears whole or not at all, and never in the place of another one
-(docs/checkpoint.md): all files are written and fsynced in `.tmp-iter-N-<attempt>/`, which one rename
-turns into `iter_000000N/`. No torch here.
+(docs/checkpoint.md): all files are written and fsynced in `.tmp-iter-N-<attempt>/`, which one
+rename turns into `iter_000000N/`. No torch here.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
             f"{root}: older checkpoints that --save-keep-last or "
             f"--save-retain-interval do not keep were not deleted: {error}"
         )
-    with suppress(OSError):  # what is left the next save removes
+    with suppress(OSError):  # the next save removes the rest
         sync_folder(root)  # else a power loss could leave part of a checkpoint under its old name
         for iteration in gone:
             shutil.rmtree(trash_folder(root, iteration, attempt), ignore_errors=True)

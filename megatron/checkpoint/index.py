@@ -161,36 +161,22 @@ class Index:
     def _read_manifest(self) -> tuple[JsonObject, bytes]:
         return read_manifest(self.path)
 
-    def _read_head(self, number: int) -> tuple[DigestTable, bytes]:
-        """The digest table of a shard, and its header with the padding."""
-        record = self.manifest["shards"][number]
-        path = self.path / shard_file(number)
-        table = read_table(self.path / table_file(number), record["table_digest"])
-        header = load_bytes(path, table.data_start)
-        size = path.stat().st_size
-        if not size == table.size == record["bytes"]:
-            raise CheckpointError(
-                f"{path}: has {size} bytes, the manifest has {record['bytes']}: truncated, or "
-                "of another checkpoint"
-            )
-        return table, header
+    def _read_head(self, number: int) -> tuple[int, bytes]:
+        return read_head(self.path, number, self.manifest["shards"][number])
 
     def _open_shard(self, number: int) -> tuple[ShardFile, dict[str, Entry], Shapes]:
         """A shard, the entries of its header and the global shapes of their tensors."""
-        path = self.path / shard_file(number)
-        table, header = self._read_head(number)
-        if m.chunk_digest(header) != table.header:
-            raise CheckpointError(f"{path}: damaged: the header does not match its digest")
-        entries, metadata = decode_header(header, table.size - table.data_start, path)
+        path, record = self.path / shard_file(number), self.manifest["shards"][number]
+        size, digest = record["bytes"], record["table_digest"]
+        chunk, header = self._read_head(number)
+        entries, metadata = decode_header(header, size - len(header), path)
         try:
             shapes = shapes_of(parse_json(metadata["shapes"].encode()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path}: the header lacks the tensors' global shapes: {error}"
             ) from error
-        digest = self.manifest["shards"][number]["table_digest"]
-        shard = ShardFile(number, path, table.size, digest, table.data_start, table.chunk)
-        return shard, entries, shapes
+        return ShardFile(number, path, size, digest, len(header), chunk), entries, shapes
 
     def _compare_with_expected(self) -> None:
         """Compare with the run's list of tensors: one that no rank has written is found here."""
@@ -313,9 +299,27 @@ class Index:
             report(done, total)
 
 
-def read_table(path: Path, digest: str, raw: bytes | None = None) -> DigestTable:
-    """The digest table at `path`, or the one that `raw` holds, verified by its own digest."""
-    raw = load_bytes(path, MANIFEST_LIMIT) if raw is None else raw
+def read_head(folder: Path, number: int, record: JsonObject) -> tuple[int, bytes]:
+    """(bytes of data under a digest, header with its padding) of a shard; both files are verified
+    as far as they are read.
+    """
+    path = folder / shard_file(number)
+    table = read_table(folder / table_file(number), record["table_digest"])
+    header = load_bytes(path, table.data_start)
+    size = path.stat().st_size
+    if not size == table.size == record["bytes"]:
+        raise CheckpointError(
+            f"{path}: has {size} bytes, the manifest has {record['bytes']}: truncated, or "
+            "of another checkpoint"
+        )
+    if m.chunk_digest(header) != table.header:
+        raise CheckpointError(f"{path}: damaged: the header does not match its digest")
+    return table.chunk, header
+
+
+def read_table(path: Path, digest: str) -> DigestTable:
+    """The digest table at `path`, verified by its own digest."""
+    raw = load_bytes(path, MANIFEST_LIMIT)
     if table_digest(raw) != digest:
         raise CheckpointError(
             f"{path}: damaged, or of another checkpoint: it does not match its digest in {MANIFEST}"

@@ -16,6 +16,7 @@ from megatron.checkpoint.manifest import shard_file
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
 from megatron.distributed.collectives import Receiving, Sending, is_gloo
+from megatron.distributed.groups import Axis
 
 WINDOW = 1 << 20  # bytes of one message, of which a rank that XORs several files holds many
 PIECE = 8 << 20  # bytes of one message of a copy
@@ -84,8 +85,10 @@ def exchange(
             faults.insert(0, error)  # it comes before what it makes of the files written here
             return torch.zeros(size, dtype=torch.uint8)
 
+    on_host = ranks.world.size == 1 or is_gloo(ranks.world)
+    device = torch.device("cpu") if on_host else ranks.device
     for turn in _turns(streams, owner):
-        pieces = _pieces(turn, ranks, owner, read)
+        pieces = _pieces(turn, ranks.world, device, owner, read)
         try:
             for stream in turn:
                 if stream.to == ranks.world.rank:
@@ -118,13 +121,12 @@ def _turns(streams: Iterable[Stream], owner: Owner) -> list[list[Stream]]:
     return [list(turn.values()) for turn, _ in turns]
 
 
-def _pieces(turn: list[Stream], ranks: Ranks, owner: Owner, read: Reader) -> Iterator[memoryview]:
+def _pieces(
+    turn: list[Stream], world: Axis, device: torch.device, owner: Owner, read: Reader
+) -> Iterator[memoryview]:
     """The stream of a turn that this rank makes, while it sends what other ranks need. Every rank
     starts its messages in the same order.
     """
-    world = ranks.world
-    on_host = world.size == 1 or is_gloo(world)
-    device = torch.device("cpu") if on_host else ranks.device
     in_flight: deque[tuple] = deque()
     for windows in zip_longest(*(stream.windows() for stream in turn)):
         made: Tensor | None = None

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import logging
 import os
-from base64 import b85decode, b85encode
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.files import is_whole
-from megatron.checkpoint.index import load_bytes, read_table
+from megatron.checkpoint.index import load_bytes, read_head, read_table
 from megatron.checkpoint.local.exchange import Stream
 from megatron.checkpoint.local.nodes import Nodes
 from megatron.checkpoint.local.saves import NodeAttempt
@@ -21,7 +20,6 @@ from megatron.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_LIMIT,
     CheckpointError,
-    DigestTable,
     decode_manifest,
     list_iterations,
     shard_file,
@@ -291,12 +289,8 @@ class LocalCheckpoint(Checkpoint):
     def _read_manifest(self) -> tuple[JsonObject, bytes]:
         return self.found.content, b""
 
-    def _read_head(self, number: int) -> tuple[DigestTable, bytes]:
-        if number not in self._heads:
-            return super()._read_head(number)
-        table, header = map(b85decode, self._heads[number])
-        digest = self.found.records[number]["table_digest"]
-        return read_table(self.path / table_file(number), digest, table), header
+    def _read_head(self, number: int) -> tuple[int, bytes]:
+        return self._heads[number] if number in self._heads else super()._read_head(number)
 
     def fetch(self, boxes: Iterable[Box]) -> int:
         """Bring the shards that hold anything of `boxes` to this rank's node; returns how many
@@ -345,22 +339,22 @@ class LocalCheckpoint(Checkpoint):
             self._attempt = None
 
 
-def _heads(found: Found) -> dict[int, list[str]]:
-    """Digest table and header (with its padding) of every shard that some node lacks, on every
-    rank.
-    """
+def _heads(found: Found) -> dict[int, tuple[int, bytes]]:
+    """`read_head` of every shard that some node lacks, on every rank."""
     ranks = found.nodes.ranks
     everywhere = set.intersection(*found.held)
 
-    def read() -> list[tuple[int, list[str]]]:
-        own = []
+    def read() -> list[tuple[int, int, str]]:
+        heads = []
         for number in found.shards:
             if number not in everywhere and found.reader(number) == ranks.world.rank:
-                path = found.folder / table_file(number)
-                raw = load_bytes(path, MANIFEST_LIMIT)
-                start = DigestTable.decode(raw, path).data_start
-                header = load_bytes(found.folder / shard_file(number), start)
-                own.append((number, [b85encode(data).decode() for data in (raw, header)]))
-        return own
+                chunk, header = read_head(found.folder, number, found.records[number])
+                heads.append((number, chunk, header.decode("latin-1")))
+        return heads
 
-    return dict(pair for pairs in ranks.gather_or_raise(read) for pair in pairs)
+    gathered = ranks.gather_or_raise(read)
+    return {
+        number: (chunk, header.encode("latin-1"))
+        for heads in gathered
+        for number, chunk, header in heads
+    }

@@ -240,8 +240,8 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
     if redundancy == "xor":
         groups = [len(group) for group in xor_groups_of(len(sizes))]
         logger.info(
-            f" {flag}: {len(sizes)} nodes in XOR groups of {some([*map(str, groups)], 8)}; one node "
-            "of each may be lost"
+            f" {flag}: {len(sizes)} nodes in XOR groups of {some([*map(str, groups)], 8)}; one "
+            "node of each may be lost"
         )
 
 
@@ -264,8 +264,8 @@ def require_space(
         raise CheckpointError(
             f"--local-checkpoint-dir {nodes.root} on {nodes.host}: {count} checkpoints ({NUM_KEPT} "
             f"kept, one being written{flushing}) of {one / GIB:.3g} GiB each need "
-            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free. Remove run-* of other "
-            f"runs there, give a larger folder{fix}"
+            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free. Remove run-* of "
+            f"other runs there, give a larger folder{fix}"
         )
 
     nodes.ranks.gather_or_raise(lambda: check() if nodes.first else None)
