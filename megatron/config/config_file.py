@@ -4,12 +4,11 @@ flat names of flags as other programs have them.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from megatron.config import compatibility
 from megatron.config.errors import UserError, did_you_mean, first_faults, shortened
-from megatron.config.groups import Config
+from megatron.config.groups import GROUPS
 from megatron.config.input_files import (
     SETTINGS_LIMIT,
     NotJson,
@@ -39,12 +38,12 @@ def read_config(path: str) -> Reading:
     except UserError as problem:
         reading.faults.append(f"{where}: cannot be read: {problem}")
         return reading
-    flags = _flat_flags(content, set(Config().to_dict())) if content else None
-    if flags is None:
-        _read_groups(reading, content)
-    else:
-        for flag, value in flags:
-            _read_flat(reading, flag, value)
+    has_groups = not content or any(
+        name in GROUPS or (isinstance(value, dict) and name not in SECTIONS)
+        for name, value in content.items()
+    )
+    read = _read_groups if has_groups else _read_flat
+    read(reading, content)
     reading.faults = first_faults([f"{where}: {fault}" for fault in reading.faults], where)
     reading.set_by.clear()
     reading.chosen = {
@@ -63,22 +62,20 @@ def _parse(raw: bytes) -> Any:
 
 def _read_groups(reading: Reading, content: dict[str, Any]) -> None:
     """Take in a file with our groups."""
-    names = dataclasses.asdict(Config())
     for group, fields in content.items():
-        if group not in names or not isinstance(fields, dict):
-            known = ", ".join(names)
+        if group not in GROUPS or not isinstance(fields, dict):
             reading.faults.append(
-                f"{_short(group)} is not a group of settings; the groups are {known}"
+                f"{_short(group)} is not a group of settings; the groups are {', '.join(GROUPS)}"
             )
             continue
+        names = [name for name, option in FIELDS.items() if option.group == group]
         for field, value in fields.items():
-            option = FIELDS.get(field)
-            if option is None or option.group != group:
-                meant = did_you_mean(str(field), names[group])
+            if field not in names:
+                meant = did_you_mean(str(field), names)
                 reading.faults.append(f"{group} has no setting {_short(field)}{meant}")
                 continue
             try:
-                reading.take(field, option.load(value))
+                reading.take(field, FIELDS[field].load(value))
             except UserError as problem:
                 reading.faults.append(f"{group}.{field} = {_short(value)}: {problem}")
 
@@ -88,31 +85,24 @@ def _short(value: Any) -> str:
     return shortened(repr(value), 60)
 
 
-def _flat_flags(content: dict[str, Any], groups: set[str]) -> list[tuple[str, Any]] | None:
-    """(flag, value) of each name in a flat file, in its order; None for a file with our groups.
-    Names may have leading hyphens; those without a value are left out.
+def _read_flat(reading: Reading, content: dict[str, Any]) -> None:
+    """Take in a file of flags, whose names may have leading hyphens. Those without a value, and
+    switches of another program that are false, are not given.
     """
-    found: list[tuple[str, Any]] = []
     for name, value in content.items():
+        flag = "--" + name.lstrip("-").replace("_", "-")
+        option, on = options_by_flag().get(key(flag), (None, True))
         if name in SECTIONS and isinstance(value, dict):
-            found += _flat_flags(value, set()) or []
-        elif isinstance(value, dict) or name in groups:
-            return None
+            _read_flat(reading, value)
+        elif value is False and option is not None:
+            if option.kind is bool:
+                reading.read(option.off[0] if on else option.names[0], [])
+        elif isinstance(value, bool):
+            if value or compatibility.find(key(flag)) is None:
+                reading.read(flag, [])
         elif value is not None:
-            found.append(("--" + name.lstrip("-").replace("_", "-"), value))
-    return found
-
-
-def _read_flat(reading: Reading, flag: str, value: Any) -> None:
-    """Take in a flag of a flat file. A switch of another program that is false is not given."""
-    option, on = options_by_flag().get(key(flag), (None, True))
-    if value is False and option is not None:
-        if option.kind is bool:
-            reading.read(option.off[0] if on else option.names[0], [])
-    elif value is not False or compatibility.find(key(flag)) is None:
-        values = value if isinstance(value, list) else [value]
-        words = [word for item in values for word in _words(item)]
-        reading.read(flag, [] if isinstance(value, bool) else words)
+            values = value if isinstance(value, list) else [value]
+            reading.read(flag, [word for item in values for word in _words(item)])
 
 
 def _words(item: Any) -> list[str]:

@@ -584,6 +584,8 @@ class Config:
         return config
 
 
+GROUPS: dict[str, Any] = {group.name: type(group.default) for group in dataclasses.fields(Config)}
+
 # The settings as flags and files give them, called `flags`: derived values are still None. A
 # `config` is what `resolve` makes of them, which all code gets but parsing and the start of a run.
 GivenConfig = NewType("GivenConfig", Config)

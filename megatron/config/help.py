@@ -4,12 +4,11 @@ the page that explains a flag.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import textwrap
 
 from megatron.config.errors import ArgumentErrors, UserError, did_you_mean
-from megatron.config.groups import Config
+from megatron.config.groups import GROUPS
 from megatron.config.options import FIELDS, Option, key, options_by_flag
 
 COMMANDS = {
@@ -87,21 +86,18 @@ def help_text(argv: list[str]) -> str:
 
 def _groups(name: str) -> str:
     """The flags of a group, of `all`, or without a name the groups."""
-    groups = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-    flags = {
-        each: [option for option in FIELDS.values() if option.group == each] for each in groups
-    }
+    flags: dict[str, list[Option]] = {each: [] for each in GROUPS}
+    for option in FIELDS.values():
+        flags[option.group].append(option)
     if name == "all":
         return _listing(flags, commands=True)
-    if name in groups:
+    if name in flags:
         return _listing({name: flags[name]})
     if name:
-        known = ", ".join([*groups, "all"])
-        near = did_you_mean(name, groups)
+        known = ", ".join([*GROUPS, "all"])
+        near = did_you_mean(name, GROUPS)
         raise UserError(f"--help {name}: no such group; the groups are {known}{near}")
-    lines = [
-        f"  {each:13} {len(flags[each]):3} flags: {kind.__doc__}" for each, kind in groups.items()
-    ]
+    lines = [f"  {each:13} {len(flags[each]):3} flags: {GROUPS[each].__doc__}" for each in flags]
     return _listing({}, commands=True) + "\n".join(["\ngroups:", *lines])
 
 

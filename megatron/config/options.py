@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.errors import UserError, did_you_mean, shortened
-from megatron.config.groups import Config
+from megatron.config.groups import GROUPS
 from megatron.config.input_files import KINDS, is_text, path_fault
 from megatron.config.metadata import POSITIVE, Bound, ChangeRule, flag, flag_name
 from megatron.config.needs import Need
@@ -146,8 +146,8 @@ def as_word(value: Any) -> str:
 def _helps() -> dict[str, str]:
     """The string literal under each field."""
     found: dict[str, str] = {}
-    for group in dataclasses.fields(Config):
-        cls: Any = ast.parse(inspect.getsource(type(group.default))).body[0]
+    for group in GROUPS.values():
+        cls: Any = ast.parse(inspect.getsource(group)).body[0]
         for field, text in zip(cls.body, cls.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign):
                 found[field.target.id] = " ".join(text.value.value.split())  # type: ignore
@@ -186,10 +186,10 @@ def _option(group: str, field: dataclasses.Field, annotation: Any) -> Option:
 
 
 FIELDS = {  # in the order of groups.py
-    field.name: _option(group.name, field, hints[field.name])
-    for group in dataclasses.fields(Config)
-    for hints in [typing.get_type_hints(type(group.default))]
-    for field in dataclasses.fields(type(group.default))
+    field.name: _option(group, field, hints[field.name])
+    for group, kind in GROUPS.items()
+    for hints in [typing.get_type_hints(kind)]
+    for field in dataclasses.fields(kind)
 }
 
 

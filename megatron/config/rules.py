@@ -73,26 +73,14 @@ EXCLUSIONS = (
         "remove one of them, or set --recompute-granularity full",
     ),
     Exclusion("tiled_mlp", "torch_compile", COMPILED),
-    Exclusion(
-        "activation_offload",
-        "recompute",
-        ", which plans for what stays on the device",
-        "give what it chose as --recompute-layers, or remove one of them",
-    ),
-    Exclusion(
-        "torch_compile cuda_graphs", "context_parallel_size", ", under which attention communicates"
-    ),
+    Exclusion("activation_offload", "recompute", ", which plans for what stays on the device"),
+    Exclusion("torch_compile cuda_graphs", "context_parallel_size", ", which sends in a layer"),
     Exclusion("cuda_graphs", "torch_compile recompute_granularity recompute recompute_layers"),
     # what a captured pass saves stays where it was captured; a small model needs no tensor
     # parallelism, and nothing has shown collectives in a graph
     Exclusion("cuda_graphs", "activation_offload tiled_mlp tensor_model_parallel_size"),
     Exclusion("cuda_graphs", "pipeline_schedule=zero-bubble,zero-bubble-v", fix=TO_1F1B),
-    Exclusion(
-        "cuda_graphs",
-        "zero_stage=2,3",
-        ", whose gradient buffers move",
-        "set --zero-stage 0 or 1",
-    ),
+    Exclusion("cuda_graphs", "zero_stage=2,3", ", whose gradient buffers move"),
     Exclusion(
         "num_experts",
         "add_bias_linear=True",
@@ -107,15 +95,7 @@ EXCLUSIONS = (
         TO_1F1B,
     ),
     Exclusion(
-        "overlap_moe_expert_parallel_comm",
-        "moe_token_dispatcher_type=allgather",
-        fix="set --moe-token-dispatcher-type alltoall",
-    ),
-    Exclusion(
-        "overlap_moe_expert_parallel_comm",
-        "activation_offload",
-        ", which copies during one pass at a time",
-        "recompute instead, or remove one of them",
+        "overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type=allgather activation_offload"
     ),
     Exclusion(
         "moe_router_enable_expert_bias",
@@ -123,11 +103,7 @@ EXCLUSIONS = (
         ", whose scores have no fixed range",
         "set --moe-router-score-function sigmoid",
     ),
-    Exclusion(
-        "moe_router_force_load_balancing",
-        "moe_expert_capacity_factor",
-        ", which drops nothing where all experts have the same number of tokens",
-    ),
+    Exclusion("moe_router_force_load_balancing", "moe_expert_capacity_factor"),
     Exclusion(
         "multi_latent_attention",
         "position_embedding_type=learned_absolute",

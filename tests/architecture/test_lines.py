@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LINES = {
     "megatron/checkpoint": 5066,
-    "megatron/config": 5183,
+    "megatron/config": 5147,
     "megatron/data": 1590,
     "megatron/observe": 1182,
     "megatron/optimizer": 1551,

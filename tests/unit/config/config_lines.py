@@ -45,13 +45,17 @@ def resolved(flags: str = "", ranks: int = 1, base: str = LINE) -> Resolved:
     return resolve(configure(flags, base), ranks, 101)
 
 
-def without(*flags: str) -> str:
-    """LINE less some flags and the words after them."""
+def without(words: list[str], *flags: str) -> list[str]:
+    """The words of a line less some flags and the words after them."""
     kept, dropping = [], False
-    for word in LINE.split():
-        dropping = word in flags if word.startswith("--") else dropping
+    for word in words:
+        dropping = word.partition("=")[0] in flags if word.startswith("--") else dropping
         kept += [] if dropping else [word]
-    return " ".join(kept)
+    return kept
+
+
+def line_without(*flags: str) -> str:
+    return " ".join(without(LINE.split(), *flags))
 
 
 def rows(text: str, *kinds: str) -> list[tuple[str, dict[str, list[str]]]]:

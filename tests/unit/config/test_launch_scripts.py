@@ -1,21 +1,82 @@
-"""Launch scripts of Megatron-LM and Megatron-DeepSpeed, and the table of presets: each runs, but
-for what does not exist.
+"""Launch scripts of Megatron-LM, Megatron-DeepSpeed, forks and others (launch_scripts.toml), and
+the table of presets: each runs, but for what does not exist.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
+import tomllib
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
-from config_lines import check_fields, rows
-from launch_scripts import Script, scripts
+from config_lines import check_fields, rows, without
 
 from megatron.config.arguments import Parsed, parse_arguments
 from megatron.config.errors import ArgumentErrors
 from megatron.config.stages import layers_of_stages
 from megatron.config.validate import resolve
+
+FILES = (
+    "gpt2-vocab.json",
+    "gpt2-merges.txt",
+    "tokenizer.model",
+    "corpus_text_document.bin",
+    "corpus_text_document.idx",
+)
+CONTENTS = {
+    "data.txt": "0.5 corpus_text_document web\n0.5 corpus_text_document books\n",
+    # a vocabulary of 1,003 tokens, without those that were added later
+    "ckpt/tokenizer.json": json.dumps({"model": {"vocab": {str(k): k for k in range(1003)}}}),
+}
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script: where it is, its flags, its DeepSpeed file (deepspeed.json) and the job that it
+    starts. `refused` are the beginnings of the faults of the flags as they are; with the flags of
+    `drop` taken out, and `add` added, the script runs, without the services `not_done`.
+    """
+
+    path: str
+    flags: str
+    ranks: int
+    deepspeed: dict[str, Any] | None = None
+    refused: tuple[str, ...] = ()
+    drop: str = ""
+    add: str = ""
+    reason: str = ""
+    not_done: tuple[str, ...] = ()
+    vocabulary: int = 50257
+    # sections of the DeepSpeed file as they must be; None: taken out
+    edit: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, folder: Path, *, edited: bool) -> list[str]:
+        """Its command line, and its files in a folder."""
+        for name in FILES:
+            (folder / name).write_bytes(b"")
+        for name, text in CONTENTS.items():
+            (folder / name).write_text(text)
+        if self.deepspeed is not None:
+            content = {**self.deepspeed, **self.edit} if edited else self.deepspeed
+            content = {key: value for key, value in content.items() if value is not None}
+            (folder / "deepspeed.json").write_text(json.dumps(content))
+        words = shlex.split(self.flags)
+        return [*without(words, *self.drop.split()), *self.add.split()] if edited else words
+
+
+def scripts() -> tuple[Script, ...]:
+    """Those of the data file."""
+    text = Path(__file__).with_name("launch_scripts.toml").read_text("utf-8")
+    found = tomllib.loads(text)["script"]
+    for row in found:
+        row |= {key: json.loads(row[key]) for key in ("deepspeed", "edit") if key in row}
+    return tuple(Script(**row) for row in found)
+
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = scripts()

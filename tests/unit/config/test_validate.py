@@ -10,7 +10,7 @@ import math
 import re
 
 import pytest
-from config_lines import check_fields, configure, faults, ranked, resolved, without
+from config_lines import check_fields, configure, faults, line_without, ranked, resolved
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -211,7 +211,7 @@ RULES = """
 1048576 --zero-stage 1 --zero-shard-size 7
     the nearest that fits is 8
 2 --zero-stage 2 --cuda-graphs
-    --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move; set
+    --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move;
 
 # stages of a pipeline
 4 --num-layers 30 @pp 4
@@ -318,7 +318,7 @@ def test_every_bound_is_a_fault_beyond_it():
     ],
 )
 def test_required_flags(dropped, extra, fault):
-    assert faults(extra, base=without(dropped)) == [fault]
+    assert faults(extra, base=line_without(dropped)) == [fault]
 
 
 def test_each_exclusion_of_the_table_is_a_fault():
@@ -382,7 +382,7 @@ def test_valid_combinations(extra):
     ],
 )
 def test_data_files(flags, expected):
-    found = faults(flags, base=without("--mock-data") + " --tokenizer-type NullTokenizer")
+    found = faults(flags, base=line_without("--mock-data") + " --tokenizer-type NullTokenizer")
     assert len(found) == len(expected) and all(map(str.startswith, found, expected)), found
 
 
@@ -461,9 +461,9 @@ def test_what_is_not_given_follows(ranks, flags, wanted):
 
 
 def test_lengths_are_derived():
-    optimizer = resolved("--train-samples 100", base=without("--train-iters")).config.optimizer
+    optimizer = resolved("--train-samples 100", base=line_without("--train-iters")).config.optimizer
     assert (optimizer.lr_decay_samples, optimizer.lr_decay_iters) == (100, None)
-    config = resolved("--skip-train --load ckpt", base=without("--lr", "--train-iters")).config
+    config = resolved("--skip-train --load ckpt", base=line_without("--lr", "--train-iters")).config
     assert (config.training.train_iters, config.optimizer.lr) == (0, 0.0)
 
 
