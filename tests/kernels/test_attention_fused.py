@@ -131,6 +131,7 @@ def test_norms_of_heads_stay_in_the_projection(device, groups, rotary, kind):
         CONFIG,
         num_query_groups=groups,
         normalization=kind,
+        norm_epsilon=0.1,
         qk_layernorm=True,
         **({} if rotary else {"position_embedding_type": "learned_absolute"}),
     )

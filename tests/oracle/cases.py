@@ -120,7 +120,7 @@ moe-pre-softmax: FILES MOE --moe-router-pre-softmax --moe-router-topk 3 --moe-la
         --moe-shared-expert-intermediate-size 24 --log-params-norm
 moe-top-1: FILES MOE --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 1e-2
         --log-num-zeros-in-grad
-moe-bias-groups: FILES MOE BIASED --moe-aux-loss-coeff 3e-2 1e-2 2e-2
+moe-bias-groups: FILES MOE BIASED --moe-aux-loss-coeff 3e-2 1e-2 2e-2 --moe-input-jitter-eps 0.1
         --moe-router-load-balancing-type global_aux_loss seq_aux_loss aux_loss
         --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --log-params-norm
 moe-bias-resume: FILES MOE BIASED --moe-router-load-balancing-type global_aux_loss
@@ -129,7 +129,7 @@ moe-bias-resume: FILES MOE BIASED --moe-router-load-balancing-type global_aux_lo
     then:
     on 2: | EP2
 moe-sqrtsoftplus: FILES MOE --moe-router-score-function sqrtsoftplus --moe-aux-loss-coeff 2e-2
-        --moe-layer-freq [0,1] --moe-router-topk-scaling-factor 1.5
+        --moe-layer-freq [0,1] --moe-router-topk-scaling-factor 1.5 --moe-z-loss-coeff 1e-2
 moe-capacity-probs: MOCK MOE --moe-expert-capacity-factor 0.7 --moe-aux-loss-coeff 2e-2
 moe-capacity-position: FILES MOE --moe-expert-capacity-factor 0.8 --moe-router-pre-softmax
         --moe-token-drop-policy position
@@ -142,7 +142,7 @@ ramp-up-resume: FILES LLAMA --rampup-batch-size 2 2 8 --global-batch-size 6 --tr
         --end-weight-decay 0.3
     first: --exit-interval 3
     then:
-in-samples: MOCK LLAMA --train-samples 26 --micro-batch-size 1 --rampup-batch-size 2 1 8
+in-samples: MOCK LLAMA --train-samples 26 --micro-batch-size 1 --rampup-batch-size 2 1 5
         --lr-decay-samples 20 --lr-warmup-samples 5 --lr-warmup-init 1e-3 --min-lr 1e-3
         --lr-decay-style cosine --log-interval 3
 wsd-in-samples: MOCK LLAMA --train-samples 24 --lr-decay-style WSD --lr-wsd-decay-samples 14

@@ -104,7 +104,7 @@ def balance(c: Namespace, own: Weights, logits: Tensor, scores: Tensor) -> Tenso
 
 
 def routed(c: Namespace, own: Weights, x: Tensor) -> Routed:
-    """Of hidden states [b, s, h], micro-batch by micro-batch."""
+    """Of what the router reads [b, s, h], micro-batch by micro-batch."""
     found = []
     for part in x.split(c.micro_batch_size):
         logits = part @ own["mlp.router.weight"].T
@@ -120,10 +120,12 @@ def routed(c: Namespace, own: Weights, x: Tensor) -> Routed:
 
 
 def mixture(
-    c: Namespace, own: Weights, x: Tensor, mlp: Callable[[str, Tensor], Tensor]
+    c: Namespace, own: Weights, x: Tensor, jitter: Tensor, mlp: Callable[[str, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y [b, s, h], losses, counts); `mlp` computes one by the beginning of its weights' names."""
-    weights, losses, counts = routed(c, own, x)
+    """(y [b, s, h], losses, counts); `mlp` computes one by the beginning of its weights' names. The
+    router alone reads x times the jitter.
+    """
+    weights, losses, counts = routed(c, own, x * jitter)
     y = sum(weights[..., e, None] * mlp(f"mlp.experts.{e}", x) for e in range(c.num_experts))
     if c.moe_shared_expert_intermediate_size is not None:
         shared = mlp("mlp.shared_expert", x)

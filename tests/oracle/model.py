@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -146,7 +147,9 @@ class Model:
             )
             y = self.norm(own, "mlp_norm", x)
             if sparse_layers(c)[i]:
-                y, *self.routers[i] = mixture(c, own, y, lambda n, y, own=own: self.mlp(own, n, y))
+                jitter = self.jitter(y, f"layers.{i}.mlp.router/jitter", batch, training)
+                mlp = partial(self.mlp, own)
+                y, *self.routers[i] = mixture(c, own, y, jitter, mlp)
             else:
                 y = self.mlp(own, "mlp", y)
             x = self.round(x + self.dropout(y, f"layers/{i}/mlp.output_dropout", batch, training))
@@ -173,6 +176,13 @@ class Model:
         return self.round(
             x * philox.dropout(self.c.seed, name, rows, x.shape[2], self.c.hidden_dropout)
         )
+
+    def jitter(self, x: Tensor, name: str, batch: Batch, training: bool) -> Tensor:
+        """Of what a router reads [b, s, h], counted as dropout of hidden states."""
+        if not training or self.c.moe_input_jitter_eps == 0:
+            return torch.ones(())
+        rows = [batch.samples[:, None], np.arange(x.shape[1])[None, :]]
+        return philox.jitter(self.c.seed, name, rows, x.shape[2], self.c.moe_input_jitter_eps)
 
     def attention(
         self, weights: Weights, layer: int, x: Tensor, batch: Batch, see: Tensor, training: bool

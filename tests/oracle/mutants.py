@@ -159,6 +159,22 @@ the residual dropped too | gpt-dropout
 = kernels/philox.py keep_mask
 what should be dropped is kept | gpt-dropout
     round(drop * 2**32) => round((1 - drop) * 2**32)
+= megatron/model/experts/router.py Router.__init__
+one jitter for all layers | moe-bias-groups
+    philox.key(seed, name, "jitter") => philox.key(seed, "jitter")
+= megatron/model/experts/router.py Router._jitter
+one jitter for all samples | moe-bias-groups
+    state.sample_ids[None, :] => state.sample_ids[None, :] * 0
+a jitter off centre | moe-bias-groups
+    noise.mul_(2 * eps).add_(1 - eps) => noise.mul_(2 * eps).add_(1)
+= megatron/model/experts/router.py Router.losses
+a router's z-loss of scores | moe-sqrtsoftplus
+    logits.logsumexp(-1) => scores.logsumexp(-1)
+= megatron/model/experts/moe.py MoE.forward
+experts that read the jittered input | moe-bias-groups
+    logits, scores = self.router.scores(x, state) =>
+        x = x if state is None else x * self.router._jitter(x, state)
+        logits, scores = self.router.scores(x, None)
 = megatron/model/gpt.py GPTModel.micro_batch
 one dropout mask for all samples | gpt-dropout
     held = => sample_ids = sample_ids * 0
@@ -278,6 +294,9 @@ every micro-batch reads the step's first samples | llama
 the normaliser of the whole batch under ramp-up | ramp-up
     grad_scale=grad_scale =>
         grad_scale=grad_scale * (run.config.training.global_batch_size / batch.size)
+= megatron/config/batch_schedule.py batch_steps
+a ramp-up whose steps are rounded down | in-samples
+    -(-count * samples // increments) => count * samples // increments
 = megatron/model/arithmetic.py global_batch_size_at
 a ramp-up that grows one increment early | ramp-up
     return steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1] =>

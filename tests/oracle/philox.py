@@ -61,6 +61,13 @@ def normal(seed: int, name: str, shape: tuple[int, int], std: float) -> torch.Te
     )
 
 
+def jitter(seed: int, name: str, rows: list[np.ndarray], columns: int, eps: float) -> torch.Tensor:
+    """Numbers from 1 - eps to 1 + eps in fp32, by the upper 24 bits of words."""
+    bits = field(key_of(seed, name), rows, columns) >> np.uint64(8)
+    share = torch.from_numpy(bits.astype(np.float32)) / 2**24
+    return (share * (2 * eps) + (1 - eps)).double()
+
+
 def dropout(
     seed: int, name: str, rows: list[np.ndarray], columns: int, share: float
 ) -> torch.Tensor:

@@ -24,7 +24,7 @@ VALUES: dict[type, str] = {
         initial-loss-scale=4294967296 min-loss-scale=1 lr min-lr=0 lr-warmup-fraction
         lr-warmup-init=0 decoupled-lr decoupled-min-lr weight-decay=0.01 start-weight-decay
         moe-router-topk-scaling-factor moe-router-bias-update-rate=1e-3 moe-z-loss-coeff=0
-        moe-expert-capacity-factor
+        moe-expert-capacity-factor moe-input-jitter-eps=0
         end-weight-decay clip-grad=1 adam-beta1=0.9 adam-beta2=0.999 adam-eps=1e-8 sgd-momentum=0.9
     """,
     str: """

@@ -20,6 +20,7 @@ tied ends, as Megatron-DeepSpeed lists its layers (stage 1).
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,34 +32,32 @@ from torch import nn
 VOCAB, PADDED, LAYERS, HIDDEN, HEADS, GROUPS, FFN, LENGTH = 67, 72, 3, 32, 4, 2, 40, 24
 
 
+# of those that Megatron-DeepSpeed keeps in its checkpoints
+ARGUMENTS = f"""
+    num_layers={LAYERS} hidden_size={HIDDEN} ffn_hidden_size={FFN} num_attention_heads={HEADS}
+    num_key_value_heads={GROUPS} kv_channels={HIDDEN // HEADS} max_position_embeddings={LENGTH}
+    use_rotary_position_embeddings=True rope_theta=10000 rotary_percent=1.0
+    add_position_embedding=False normalization='rmsnorm' layernorm_epsilon=1e-5 swiglu=True
+    add_bias_linear=False hidden_dropout=0.0 attention_dropout=0.0 init_method_std=0.02
+    num_experts=[1] make_vocab_size_divisible_by=8
+"""
+
+
+def normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def transformers_model(kind: str) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     if kind == "gpt2":
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCAB,
-                n_positions=LENGTH,
-                n_embd=HIDDEN,
-                n_layer=LAYERS,
-                n_head=HEADS,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-            )
-        )
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            intermediate_size=FFN,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=GROUPS,
-            max_position_embeddings=LENGTH,
-            tie_word_embeddings=False,
-        )
-    )
+        sizes = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": HIDDEN, "n_head": HEADS}
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return GPT2LMHeadModel(GPT2Config(n_layer=LAYERS, **sizes, **drops))
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": FFN}
+    sizes |= {"num_hidden_layers": LAYERS, "max_position_embeddings": LENGTH}
+    sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
+    return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **sizes))
 
 
 class Slices(nn.Module):
@@ -76,14 +75,9 @@ class Slices(nn.Module):
                     module.add_module(step, nn.Module())
                 module = getattr(module, step)
             # vectors are the same on both
-            own = (
-                seed
-                + sum(map(ord, name))
-                + (0 if len(shape) == 1 else 1000 * (dist.get_rank() % tp))
-            )
-            module.register_parameter(
-                leaf, nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(own)))
-            )
+            rank = 0 if len(shape) == 1 else dist.get_rank() % tp
+            own = seed + sum(map(ord, name)) + 1000 * rank
+            module.register_parameter(leaf, nn.Parameter(normal(shape, own)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if x.is_floating_point() else x.float()
@@ -105,20 +99,12 @@ def layer_shapes(tp: int) -> dict[str, tuple[int, ...]]:
 
 def megatron_model(tp: int) -> nn.Module:
     word, stem = (PADDED // tp, HIDDEN), "language_model.encoder."
-    layers = {
-        f"{stem}layers.{i}.{name}": shape
-        for i in range(LAYERS)
-        for name, shape in layer_shapes(tp).items()
-    }
-    return Slices(
-        {
-            "language_model.embedding.word_embeddings.weight": word,
-            **layers,
-            f"{stem}final_layernorm.weight": (HIDDEN,),
-            "language_model.output_layer.weight": word,
-        },
-        tp,
-    )
+    shapes = {"language_model.embedding.word_embeddings.weight": word}
+    for i in range(LAYERS):
+        shapes |= {f"{stem}layers.{i}.{name}": shape for name, shape in layer_shapes(tp).items()}
+    shapes[f"{stem}final_layernorm.weight"] = (HIDDEN,)
+    shapes["language_model.output_layer.weight"] = word
+    return Slices(shapes, tp)
 
 
 def pipeline_model() -> nn.Module:
@@ -179,80 +165,46 @@ def write(out: Path, flags: argparse.Namespace) -> None:
     deepspeed.init_distributed("gloo")
     torch.manual_seed(7)
     tp, piped = 2 if flags.kind == "megatron" else 1, flags.kind == "pipeline"
-    model = (
-        megatron_model(tp)
-        if tp > 1
-        else pipeline_model()
-        if piped
-        else transformers_model(flags.kind)
-    )
+    if piped:
+        model = pipeline_model()
+    else:
+        model = megatron_model(tp) if tp > 1 else transformers_model(flags.kind)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "bf16": {"enabled": flags.precision == "bf16"},
-        "zero_optimization": {
-            "stage": flags.stage,
-            "stage3_param_persistence_threshold": 0,
-            "sub_group_size": flags.sub_group,
-            "round_robin_gradients": flags.round_robin,
-        },
-        **({"data_types": {"grad_accum_dtype": "fp32"}} if flags.fp32_accumulation else {}),
-    }
-    decayed, rest = (
-        [p for p in model.parameters() if p.dim() > 1],
-        [p for p in model.parameters() if p.dim() == 1],
-    )
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-3
-    )
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=settings, mpu=ranks_of(tp) if tp > 1 else None
-    )
-    tokens = torch.randint(
-        VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank())
-    )
+            p.add_(0.1 * normal(p.shape, len(name)))
+    zero = {"stage": flags.stage, "stage3_param_persistence_threshold": 0}
+    zero |= {"sub_group_size": flags.sub_group, "round_robin_gradients": flags.round_robin}
+    settings = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
+    settings |= {"steps_per_print": 10**9, "zero_optimization": zero}
+    settings["bf16"] = {"enabled": flags.precision == "bf16"}
+    if flags.fp32_accumulation:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer, mpu = torch.optim.AdamW(groups, lr=1e-3), ranks_of(tp) if tp > 1 else None
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+
+    # 1. Three steps, and DeepSpeed's own checkpoint.
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(VOCAB, (2, LENGTH), generator=draw)
     for _ in range(3):
         if piped:
             engine.train_batch(iter([(torch.zeros(2, 8), torch.zeros(2))]))
             continue
-        engine.backward(
-            engine(tokens).mean() if tp > 1 else engine(input_ids=tokens, labels=tokens).loss
-        )
+        given = {"input_ids": tokens, "labels": tokens}
+        engine.backward(engine(tokens).mean() if tp > 1 else engine(**given).loss)
         engine.step()
-    arguments = argparse.Namespace(  # of those that Megatron-DeepSpeed keeps
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=FFN,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        kv_channels=HIDDEN // HEADS,
-        max_position_embeddings=LENGTH,
-        use_rotary_position_embeddings=True,
-        rope_theta=10000,
-        rotary_percent=1.0,
-        add_position_embedding=False,
-        normalization="rmsnorm",
-        layernorm_epsilon=1e-5,
-        swiglu=True,
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=not piped,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.02,
-        num_experts=[1],
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=1 + piped,
-        make_vocab_size_divisible_by=8,
-    )
-    engine.save_checkpoint(
-        str(out), client_state={"args": arguments, "iteration": 3} if tp > 1 or piped else {}
-    )
-    # with round_robin_gradients safe_get_full_fp32_param reads other parameters' elements; in fp32
-    # the weights are the masters
+    words = (word.split("=") for word in ARGUMENTS.split())
+    arguments = {name: ast.literal_eval(value) for name, value in words}
+    arguments |= {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": 1 + piped}
+    arguments["untie_embeddings_and_output_weights"] = not piped
+    state = {"args": argparse.Namespace(**arguments), "iteration": 3}
+    engine.save_checkpoint(str(out), client_state=state if tp > 1 or piped else {})
+
+    # 2. The fp32 weights. With round_robin_gradients safe_get_full_fp32_param reads other
+    # parameters' elements; in fp32 the weights are the masters.
     plain = flags.precision == "fp32" and flags.stage < 3
     masters = {
         name: (p.detach() if plain else safe_get_full_fp32_param(p)).clone()
@@ -262,32 +214,28 @@ def write(out: Path, flags: argparse.Namespace) -> None:
     whole.mkdir(exist_ok=True)
     if tp > 1 or piped:
         # replicas write the same
-        torch.save(
-            masters, whole / f"running_{dist.get_rank() % 2 if tp > 1 else engine.stage_id}.pt"
-        )
+        rank = dist.get_rank() % 2 if tp > 1 else engine.stage_id
+        torch.save(masters, whole / f"running_{rank}.pt")
     elif dist.get_rank() == 0:
-        from safetensors.torch import save_file
-
         model.config.save_pretrained(out)
-        for name in ("running", "zero_to_fp32"):
-            folder = whole / name
-            folder.mkdir()
-            try:
-                state = (
-                    masters
-                    if name == "running"
-                    else get_fp32_state_dict_from_zero_checkpoint(str(out))
-                )
-            except ValueError as error:  # it does not read what its own BF16_Optimizer writes
-                print(f"zero_to_fp32: {error}")
-                continue
-            state = {
-                key: value.clone() for key, value in state.items() if value.is_floating_point()
-            }
-            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-            model.config.save_pretrained(folder)
+        save_whole(whole / "running", model, masters)
+        try:
+            state = get_fp32_state_dict_from_zero_checkpoint(str(out))
+            save_whole(whole / "zero_to_fp32", model, state)
+        except ValueError as error:  # it does not read what its own BF16_Optimizer writes
+            print(f"zero_to_fp32: {error}")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def save_whole(folder: Path, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """A folder of Hugging Face's format."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    weights = {name: value.clone() for name, value in state.items() if value.is_floating_point()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
 
 
 def as_megatron(whole: Path) -> Path:
@@ -324,6 +272,10 @@ def as_megatron(whole: Path) -> Path:
     return whole / "megatron"
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
 def compare(out: Path) -> int:
     """Prints how many tensors are equal to those of each of DeepSpeed's ways to put them
     together.
@@ -344,44 +296,24 @@ def compare(out: Path) -> int:
 
     whole, different = out / "whole", 0
     megatron = (whole / "running_0.pt").exists()
-    ours = take(
-        "--from-deepspeed",
-        out,
-        *(["--qkv-order", "grouped"] if megatron else []),
-        "--save",
-        whole / "ours",
-    )
-    ways = (
-        [
-            (
-                "running",
-                "--from-megatron",
-                as_megatron(whole),
-                "--config",
-                whole / "ours" / "model.json",
-            )
-        ]
-        if megatron
-        else [
-            (path.parent.name, "--from-huggingface", path.parent)
-            for path in sorted(whole.glob("*/model.safetensors"))
-        ]
-    )
+    order = ["--qkv-order", "grouped"] if megatron else []
+    ours = take("--from-deepspeed", out, *order, "--save", whole / "ours")
+    if megatron:
+        config = "--config", whole / "ours" / "model.json"
+        ways = [("running", "--from-megatron", as_megatron(whole), *config)]
+    else:
+        folders = sorted(path.parent for path in whole.glob("*/model.safetensors"))
+        ways = [(folder.name, "--from-huggingface", folder) for folder in folders]
     for name, *words in ways:
         theirs = take(*words, "--save", whole / f"as_{name}")
         equal = [
-            key
-            for key in ours.names
-            if key in theirs.names
-            and ours[key].dtype == torch.float32
-            and torch.equal(ours[key].view(torch.int32), theirs[key].view(torch.int32))
+            key for key in ours.names if key in theirs.names and same_bits(ours[key], theirs[key])
         ]
         different += len(ours.names) - len(equal) + len(theirs.names) - len(ours.names)
         print(f"{name}: {len(equal)} of {len(theirs.names)} tensors have the same bits")
     strange = zero_cases.differences(out)
-    print(
-        "\n".join(strange) or "the files are built as those of tests/unit/checkpoint/zero_cases.py"
-    )
+    built = "the files are built as those of tests/unit/checkpoint/zero_cases.py"
+    print("\n".join(strange) or built)
     return int(different > 0 or not ways or bool(strange))
 
 
@@ -389,21 +321,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    kinds = ["llama", "gpt2", "megatron", "pipeline"]
     parser.add_argument("what", choices=["write", "compare"])
     parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--kind", choices=["llama", "gpt2", "megatron", "pipeline"], default="llama"
-    )
+    parser.add_argument("--kind", choices=kinds, default="llama")
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=1)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument(
-        "--fp32-accumulation",
-        action="store_true",
-        help="with stage 1 this is DeepSpeed's BF16_Optimizer",
-    )
-    parser.add_argument(
-        "--round-robin", action="store_true", help="DeepSpeed's round_robin_gradients"
-    )
+    # with stage 1 this is DeepSpeed's BF16_Optimizer
+    parser.add_argument("--fp32-accumulation", action="store_true")
+    parser.add_argument("--round-robin", action="store_true", help="round_robin_gradients")
     parser.add_argument("--sub-group", type=int, default=10**9, help="stage 3's sub_group_size")
     flags = parser.parse_args()
     if flags.what == "compare":

@@ -1,36 +1,14 @@
-"""The router: its jitter multiplies by numbers that are uniform around 1; weights of a single
-expert. The activation of experts: the gradient of a gate, which is written out, is autograd's.
+"""The router: weights of a single expert, and the precision of its scores. The activation of
+experts: the gradient of a gate, which is written out, is autograd's.
 """
-
-import math
 
 import pytest
 import torch
 
 from megatron.config.groups import ModelConfig
-from megatron.model.dropout import DropoutState
 from megatron.model.experts.experts import _WeightedActivation
 from megatron.model.experts.router import Router
 from megatron.model.mlp import activation_function
-
-
-@pytest.mark.parametrize("eps", [0.01, 0.4])
-def test_jitter_is_uniform_around_one(eps):
-    """Mean 1, bounds 1 - eps and 1 + eps, variance eps^2 / 3. The mean of n such numbers has the
-    standard deviation eps / sqrt(3 n), their variance about eps^2 / 3 x sqrt(4 / 5 n); 5 of these.
-    """
-    config = ModelConfig(
-        num_layers=1, hidden_size=64, num_attention_heads=4, num_experts=4, moe_input_jitter_eps=eps
-    )
-    s, b, h = 32, 4, 64
-    state = DropoutState(torch.arange(b), torch.arange(s))
-    jitter = Router(config, 1, "layers.0.mlp.router")._jitter(
-        torch.ones(s, b, h, dtype=torch.float64), state
-    )
-    n = jitter.numel()
-    assert abs(jitter.mean().item() - 1) < 5 * eps / math.sqrt(3 * n)
-    assert abs(jitter.var().item() * 3 / eps**2 - 1) < 5 * math.sqrt(0.8 / n)
-    assert 1 - eps <= jitter.min() < 1 - 0.99 * eps and 1 + 0.99 * eps < jitter.max() <= 1 + eps
 
 
 @pytest.mark.parametrize("topk, total", [(1, None), (2, 1.0)])
@@ -66,3 +44,22 @@ def gradients(kind: str, dtype: torch.dtype, gated: bool) -> list[torch.Tensor]:
 def test_gradients_of_a_gate_have_the_bits_of_autograds(kind, dtype):
     for found, expected in zip(gradients(kind, dtype, True), gradients(kind, dtype, False)):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("given, dtype", [("fp32", torch.float32), ("fp64", torch.float64)])
+def test_scores_are_computed_in_the_precision_of_the_flag(given, dtype):
+    """Logits of one sum of 64 terms, whose small ones an fp32 sum would lose."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_experts=4,
+        moe_router_dtype=given,
+    )
+    router = Router(config, 1, "layers.0.mlp.router")
+    router.weight = torch.nn.Parameter(torch.ones(4, 64))
+    x = torch.tensor([1e5, *[1e-3] * 62, -1e5]).view(1, 1, 64)
+    logits, scores = router.scores(x, None)
+    assert logits.dtype == scores.dtype == dtype
+    exact = x.double().sum()
+    assert (abs(logits[0, 0] - exact) < 1e-6 * exact) == (given == "fp64")

@@ -27,6 +27,8 @@ def test_evaluation_metrics():
         "lm loss validation ppl": pytest.approx(16),
         "bits-per-byte": pytest.approx(1.0),
     }
+    assert evaluation_metrics(25.0)["lm loss validation ppl"] == math.exp(20)  # the greatest
+    assert math.isnan(evaluation_metrics(math.nan)["lm loss validation ppl"])
     assert set(evaluation_metrics(1.0, split="test", bytes_per_token=4.0)) == {
         "lm loss test",
         "lm loss test ppl",

@@ -142,7 +142,7 @@ def test_a_batch_size_schedule_by_tokens_is_the_ramp_up(tmp_path):
     rows = run(tmp_path / "a", "--rampup-batch-size", 2, 2, 16, base=base)
     assert [row["batch-size"] for row in rows.values()] == [2] * 8 + [4] * 6
     at = base.index("--global-batch-size")
-    schedule = ["--step-batch-size-schedule", f"0:2 {16 * 16}:4"]
+    schedule = ["--step-batch-size-schedule", f"0:2 {16 * 16 + 9}:4"]  # rounded down
     assert run(tmp_path / "b", *schedule, base=base[:at] + base[at + 2 :]) == rows
 
 
