@@ -66,12 +66,6 @@ FIGURES["stragglers"] = lambda: table(
 
 # ---- proofs: parity, mutants, the plan, live bytes, checkpoints ----------------------------------
 
-PARITY = ("parity", "parity_pipelines", "parity_zero")
-for part in PARITY:
-    FIGURES[f"{part}.rows"] = lambda part=part: f"{len(result(part)['equal'])}"
-    FIGURES[f"{part}.minutes"] = lambda part=part: f"{result(part)['minutes']:.0f}"
-FIGURES["parity.all"] = lambda: f"{sum(len(result(part)['equal']) for part in PARITY):,}"
-FIGURES["parity.off"] = lambda: f"{sum(len(result(part)['off']) for part in PARITY)}"
 for kind, name in (("layout", "mutants"), ("meaning", "meaning")):
     for column, ending in (("mutant", ""), ("full", ".found"), ("default", ".default")):
         FIGURES[name + ending] = lambda kind=kind, column=column: (
@@ -146,34 +140,6 @@ def long_steps_table() -> str:
         for row in result("long_steps")["rows"]
     ]
     return table("step | measured MiB | planned MiB", lines)
-
-
-@figure("parity.table")
-def parity_table() -> str:
-    """Rows of the table of parity as it is today."""
-    return f"{len(parity_names()):,}"
-
-
-@figure("parity.unrecorded")
-def parity_unrecorded() -> str:
-    """Rows of today's table that no recorded run holds; older results spell layouts without
-    dashes.
-    """
-    recorded = {name.replace("-", "") for part in PARITY for name in result(part)["equal"]}
-    return f"{len({name.replace('-', '') for name in parity_names()} - recorded)}"
-
-
-@cache
-def parity_names() -> frozenset[str]:
-    """Names of the rows of tests/parity/layouts.py."""
-    before = list(sys.path)
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    try:
-        from parity.layouts import full_table
-
-        return frozenset(map(str, full_table()))
-    finally:
-        sys.path[:] = before
 
 
 @figure("live.peaks")

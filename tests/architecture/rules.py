@@ -43,8 +43,8 @@ PICKLE_CALLS |= {"pickle.load", "pickle.loads", "pickle.Unpickler"}
 PICKLE_READER = "tools/_convert/pickles.py"
 # times others' formats; what it writes is deleted unread
 PICKLE_MEASURED = {"benchmarks/peers/checkpoint_rank.py"}
-# run as a file, a tool finds `megatron` by the first; the second reads tables of tests/
-PATH_EDITS = {"tools/_checkout.py", "tools/document_results.py"}
+# run as a file, a tool finds `megatron` by it
+PATH_EDITS = {"tools/_checkout.py"}
 MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|root|home|farm|Users|tmp|opt|scratch)/\w")
 
 

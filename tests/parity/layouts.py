@@ -1,13 +1,11 @@
-"""The table of parity: layouts x features x precisions, and the part of it that CI runs."""
+"""The table of parity: features in layouts, in several precisions."""
 
 from __future__ import annotations
 
 import functools
 import math
-import re
 import sys
 from dataclasses import dataclass
-from itertools import combinations, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -15,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from check_parity import Words, read_layout  # noqa: E402
 from flag_tables import read_table  # noqa: E402
 from megatron.tools._study.equal_work import UNIT_ROUNDOFF  # noqa: E402
-from selection import cover, layout_traits  # noqa: E402
 
 GLOBAL_BATCH = 8
 BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16
@@ -64,7 +61,6 @@ class Feature:
 
     flags: str
     patches: tuple[str, ...] = ()
-    most_dp: int = 8  # data-parallel ranks that its smallest global batch feeds
     # of a step, on each data-parallel rank (None: what GLOBAL_BATCH leaves)
     micro_batches: int | None = None
     micro_batch: int | None = None  # samples of one, where its size is a part of the definition
@@ -122,7 +118,6 @@ fused-head: NO_DROPOUT --final-logit-softcapping 2 --z-loss-coeff 1e-2
     extra: --fused-linear-cross-entropy
     zero: KEY_BIAS
 ramp-up: --rampup-batch-size 4 4 4
-    most_dp: 4
     zero: KEY_BIAS
 recompute: FULL --recompute-method uniform --recompute-num-layers 1 --geglu
     zero: KEY_BIAS
@@ -231,12 +226,6 @@ FEATURES = {
     for name, flags, fields in read_table(TABLE, WORDS)
 }
 
-LAYOUTS = (
-    *("tp2", "tp2 sp", "dp2", "tp2 sp serial", "dp2 serial", "tp4", "tp4 sp", "dp4", "tp2 dp2"),
-    *("tp2 sp dp2", "tp2 sp dp2 serial", "tp2 sp dp2 mapping", "tp8", "tp8 sp", "dp8"),
-    *("tp4 dp2", "tp4 sp dp2", "tp2 dp4", "tp2 sp dp4"),
-)
-
 SCHEDULES = ("gpipe", "1f1b", "interleaved v2", "zero-bubble", "zero-bubble-v")
 SPLITS = {  # a word of a layout: flags and the number of layers; the uneven ones
     "first3": ("--decoder-first-pipeline-num-layers 3", 4),
@@ -246,39 +235,6 @@ SPLITS = {  # a word of a layout: flags and the number of layers; the uneven one
         6,
     ),
 }
-PIPELINES = (
-    *(
-        f"pp{size} {schedule}{extra}"
-        for size, schedule, extra in product((2, 4), SCHEDULES, ("", " tp2 sp", " dp2"))
-    ),
-    "pp3 interleaved v2",
-    "pp2 1f1b tp2",
-    "pp2 zero-bubble tp2 sp dp2",
-    "pp2 interleaved v2 tp2 dp2 mapping",
-    "pp2 zero-bubble-v dp2 serial",
-    "pp2 1f1b first3",
-    "pp2 zero-bubble drawn",
-    "pp2 zero-bubble-v counted",
-    "pp4 1f1b auto",
-    "pp4 interleaved v2 auto",
-)
-
-# ZeRO: each of these at every stage.
-SHARDED = ("dp2", "dp4", "dp2 serial", "tp2 dp2", "tp2 sp dp2", "dp4 shard2")
-SHARDED_PIPELINES = (
-    *(f"pp2 {schedule} dp2" for schedule in SCHEDULES),
-    "pp2 zero-bubble tp2 sp dp2",
-    "pp2 zero-bubble-v dp4 shard2",
-    "pp4 1f1b auto dp2",
-)
-STAGES = (1, 2, 3)
-
-
-def staged(layouts: tuple[str, ...], kept: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Layouts at every ZeRO stage, and some with --zero3-keep-gathered."""
-    return *(f"{layout} zero{stage}" for layout in layouts for stage in STAGES), *(
-        f"{layout} zero3 kept" for layout in kept
-    )
 
 
 def wire_bound(parts: int) -> float:
@@ -342,7 +298,7 @@ class Row:
     @property
     def stage(self) -> int:
         """The ZeRO stage."""
-        return next((stage for stage in STAGES if f"zero{stage}" in self.layout.split()), 0)
+        return next((stage for stage in (1, 2, 3) if f"zero{stage}" in self.layout.split()), 0)
 
     @property
     def layers(self) -> int:
@@ -407,84 +363,67 @@ class Row:
         )
 
 
-def possible(row: Row) -> bool:
-    """Whether a feature's batch feeds the layout's data-parallel ranks; a number of micro-batches
-    matters to a pipeline alone, a narrow reduction to several data-parallel ranks.
-    """
-    feature, words = row.of, row.words
-    if row.precision == "wire" and words.dp == 1:
-        return False
-    return words.dp <= feature.most_dp and (
-        feature.micro_batches is None or words.tp == words.dp == 1 < words.pp
-    )
-
-
-# those of the full table
-DENSE = (
-    "gpt dropout llama gqa2-qknorm mqa-qknorm-bias gqa4-qkvbias mqa-bias padding documents "
-    "documents-rope uneven caps-zloss fused-head ramp-up recompute sgd layer-kinds m3 m5"
-).split()
-NARROW_FEATURES = ("gpt", "gqa2-qknorm", "documents-rope")
-NARROW_LAYOUTS = ("tp2", "tp2 sp", "dp2", "tp4 sp", "tp2 dp2", "tp2 sp dp2", "tp8 sp", "tp4 dp2")
-NARROW_PIPELINES = (
-    *(f"pp2 {schedule}" for schedule in SCHEDULES),
-    "pp2 1f1b dp2",
-    "pp2 zero-bubble tp2 sp",
-    "pp2 zero-bubble-v dp2",
-)
-NARROW_SHARDED = staged(
-    ("dp2", "tp2 sp dp2", "dp4 shard2", "pp2 zero-bubble dp2", "pp2 zero-bubble-v dp2"),
-    kept=("dp2",),
-)
-
-# What a schedule may get wrong; the rest is seen with some pipelines alone.
-PIPELINE_FEATURES = "gpt dropout llama documents uneven ramp-up recompute m3 m5".split()
-SOME_PIPELINES = "pp2 1f1b", "pp2 zero-bubble tp2 sp", "pp2 interleaved v2 dp2", "pp4 zero-bubble-v"
-
-
-EXACT, NARROW = ("fp64",), ("fp32", "bf16", "fp16")
-PRODUCTS = (  # layouts, features, precisions
-    (LAYOUTS, DENSE, EXACT),
-    (PIPELINES, PIPELINE_FEATURES, EXACT),
-    (SOME_PIPELINES, DENSE, EXACT),
-    (staged(SHARDED, kept=("dp2", "tp2 sp dp2")), DENSE, EXACT),
-    (
-        staged(SHARDED_PIPELINES, kept=("pp2 1f1b dp2", "pp2 zero-bubble-v dp2")),
-        PIPELINE_FEATURES,
-        EXACT,
-    ),
-    (("tp2 sp dp2", "tp4"), DENSE, ("fp32",)),
-    ((*NARROW_LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES, NARROW),
-    ((*LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES, ("wire",)),
-    (NARROW_SHARDED, NARROW_FEATURES, (*NARROW, "wire")),
-)
-
-
-def full_table() -> list[Row]:
-    """Every layout with every feature in fp64; a choice of both in the other precisions."""
-    rows = (Row(*words) for factors in PRODUCTS for words in product(*factors))
-    return list(dict.fromkeys(row for row in rows if possible(row)))
-
-
-def traits(row: Row) -> set[tuple[str, str]]:
-    """The pairs that a row shows: its feature (in fp64) or precision with each word of its layout;
-    in fp64 each two words, and the whole layout where it has neither stages nor ZeRO.
-    """
-    words, exact = sorted(layout_traits(row.layout)), row.precision == "fp64"
-    what = row.feature if exact else row.precision
-    shown = {(row.precision, row.feature), *((what, word) for word in words)}
-    groups = re.search(r"--num-query-groups (\d)", row.of.flags)
-    if groups and row.words.tp > int(groups[1]):
-        shown.add((what, "shared key/value heads"))
-    if exact:
-        shown |= set(combinations(words, 2))
-        if row.words.pp == 1 and not row.stage:
-            shown.add(("layout", row.layout))
-    return shown
-
-
-# in addition to the full table, see `read_rows`
-OTHER_ROWS = """
+# Every feature with layouts that show each axis, schedule and ZeRO stage with it; then those of
+# single features, see `read_rows`.
+ROWS = """
+dropout: tp2 sp, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, tp2 sp dp2 mapping
+dropout: pp2 zero-bubble-v dp2 serial, pp4 interleaved v2 auto, pp2 gpipe dp2 zero2
+dropout: pp2 zero-bubble dp2 zero1, pp2 1f1b dp2 zero3 kept
+gpt: dp2, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, dp2 serial zero1, dp2 zero3 kept
+gpt: tp4 sp, dp4, tp2 dp2, tp2 sp dp2, tp2 sp dp2 serial, tp2 sp dp2 mapping, pp2 gpipe tp2 sp
+gpt: pp2 interleaved v2 tp2 sp, pp2 zero-bubble-v tp2 sp, pp2 1f1b dp2 zero2
+gpt: pp2 zero-bubble dp2 zero2, pp2 zero-bubble dp2 zero3, pp2 zero-bubble-v dp2 zero1, tp8 sp
+gpt: dp8, tp4 dp2, tp4 sp dp2, tp2 dp4, tp2 sp dp4, pp4 1f1b auto dp2 zero3
+mqa-bias: tp2 sp serial, pp2 1f1b, dp2 zero1, dp2 zero2, dp2 zero3 kept, tp2 sp dp2 mapping
+mqa-bias: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
+documents: tp2 sp serial, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, pp2 gpipe dp2 zero2
+documents: pp2 zero-bubble-v dp2 zero3 kept, pp2 interleaved v2 tp2 dp2 mapping
+documents: pp4 1f1b auto dp2 zero1
+ramp-up: tp2 sp serial, pp2 interleaved v2, pp2 zero-bubble drawn, pp2 zero-bubble-v counted
+ramp-up: dp2 zero3 kept, tp2 sp dp2 mapping, pp2 gpipe dp2 zero1, pp4 1f1b auto dp2 zero2
+recompute: tp2 sp serial, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, dp2 zero3 kept
+recompute: tp2 sp dp2 mapping, pp4 1f1b auto, pp2 gpipe dp2 zero1, pp2 interleaved v2 dp2 zero2
+mqa-qknorm-bias: dp2 serial, pp2 1f1b, dp2 zero1, dp2 zero2, tp2 sp dp2 mapping
+mqa-qknorm-bias: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
+mqa-qknorm-bias: tp2 sp dp2 zero3 kept
+uneven: pp2 gpipe, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, dp2 serial zero2
+uneven: dp2 zero3 kept, tp2 sp dp2 mapping, pp4 1f1b auto, tp2 sp dp2 zero1
+uneven: pp2 interleaved v2 dp2 zero3
+m3: pp2 gpipe, pp2 interleaved v2, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, pp4 1f1b auto
+m5: pp2 interleaved v2, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, pp4 1f1b auto
+llama: pp2 zero-bubble drawn, pp2 zero-bubble-v counted, dp2 serial zero2, dp2 zero3 kept
+llama: tp2 sp dp2 mapping, pp4 1f1b auto, pp2 gpipe dp2 zero3, pp2 interleaved v2 dp2 zero1
+gqa2-qknorm: pp2 1f1b, dp2 zero1, dp2 serial zero3, dp2 zero3 kept, tp4, tp2 sp dp2 mapping
+gqa2-qknorm: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v, tp2 sp dp2 zero2
+gqa4-qkvbias: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
+gqa4-qkvbias: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v, tp8
+padding: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
+padding: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
+documents-rope: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
+documents-rope: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
+caps-zloss: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
+caps-zloss: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
+fused-head: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
+fused-head: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
+sgd: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
+sgd: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
+layer-kinds: dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
+layer-kinds: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
+fp32 gqa2-qknorm: tp2 sp, tp4
+fp32 documents-rope: pp2 gpipe
+fp32 gpt: pp2 1f1b, pp2 interleaved v2, dp2 zero3 kept, pp2 zero-bubble dp2 zero1
+fp32 gpt: pp2 zero-bubble-v dp2 zero2
+wire gpt: dp2 zero3 kept, tp2 sp dp2 mapping, pp2 1f1b dp2, pp2 zero-bubble-v dp2 zero2
+wire gqa2-qknorm: tp2 sp dp2 serial, tp4 dp2
+wire documents-rope: pp2 zero-bubble dp2 zero1
+bf16 gqa2-qknorm: tp2 sp, tp4 sp
+bf16 documents-rope: pp2 gpipe
+bf16 gpt: pp2 1f1b, pp2 interleaved v2, dp2 zero3 kept, pp2 zero-bubble dp2 zero1
+bf16 gpt: pp2 zero-bubble-v dp2 zero2
+fp16 gqa2-qknorm: tp2 sp, tp4 sp
+fp16 documents-rope: pp2 gpipe
+fp16 gpt: pp2 1f1b, pp2 interleaved v2, dp2 zero3 kept, pp2 zero-bubble dp2 zero1
+fp16 gpt: pp2 zero-bubble-v dp2 zero2
 dropout: cp2 allgather, cp2 p2p, cp4 a2a2+p2p, cp2 dp2 zero1 allgather, cp2 dp2 zero1 p2p
 dropout: cp2 pp2 zero-bubble-v dp2 zero2 a2a, cp2 pp2 zero-bubble-v dp2 zero2 p2p
 gpt: cp4 p2p, cp2 dp2 zero2 a2a, cp2 dp2 zero2 p2p, cp4 a2a
@@ -575,15 +514,8 @@ def read_rows(text: str) -> list[Row]:
 
 @functools.cache
 def ci_rows() -> list[Row]:
-    """The rows of `full`, small worlds first: a choice of the full table that shows all its pairs
-    of features and layouts, the other rows, and those that mutants name.
-    """
+    """The rows of `full`, small worlds first: those of the table and those that mutants name."""
     from parity.mutants import MUTANTS, row_of
 
-    table = [
-        row for row in full_table() if row.precision == "fp64" or row.feature in NARROW_FEATURES
-    ]
-    chosen = cover([traits(row) for row in table], [1.0 + row.world for row in table])
-    rows = [table[index] for index in sorted(chosen)] + read_rows(OTHER_ROWS)
-    rows += map(row_of, MUTANTS)
+    rows = [*read_rows(ROWS), *map(row_of, MUTANTS)]
     return sorted(dict.fromkeys(rows), key=lambda row: row.world)

@@ -1,5 +1,5 @@
-"""Reads metrics.jsonl, which megatron/observe/tracking.py writes, and other files of one JSON object
-a line.
+"""Reads metrics.jsonl, which megatron/observe/tracking.py writes, and other files of one JSON
+object a line.
 """
 
 from __future__ import annotations
