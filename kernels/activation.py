@@ -270,9 +270,7 @@ def activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return y
 
 
-@activation.register_fake
-def _(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _width(x, bias, kind)))
+activation.register_fake(lambda x, bias, kind: x.new_empty((*x.shape[:-1], _width(x, bias, kind))))
 
 
 @operator("activation_backward")

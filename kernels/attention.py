@@ -31,7 +31,8 @@ import torch
 from megatron.kernels import lang, philox
 from megatron.kernels.attention_backward import (
     backward,
-    room_for_backward,
+    make_room,
+    row_of_keys,
     tanh,
     why_not_atomic,
 )
@@ -42,11 +43,10 @@ from megatron.kernels.attention_launch import (
     by_key_head,
     configuration,
     constants,
-    mask_tensors,
-    numbers,
-    of_mask,
+    features,
     operand,
     outputs,
+    runtime_arguments,
     section,
     table_key,
 )
@@ -133,8 +133,8 @@ def attention_reference(
     q, k, v = _by_query_head(q, k, v)
     x, _ = _scores(q, k, scale, softcap)
     lse, p = _softmax_of_seen(x, mask)
-    if drop > 0:
-        p = p * _kept(p, mask, drop, key, sample_ids, first_head) * (1 / (1 - drop))
+    options = Options(scale, softcap, drop, key, first_head)
+    p = p * _dropout_factor(p, mask, options, sample_ids)
     return (p.to(v.dtype) @ v).permute(2, 0, 1, 3), lse
 
 
@@ -182,7 +182,11 @@ def _dropout_factor(
     """What dropout multiplies probabilities p [b, n, s, t] by."""
     if options.drop == 0:
         return 1.0
-    kept = _kept(p, mask, options.drop, options.key, sample_ids, options.first_head)
+    assert sample_ids is not None
+    n, s, t = p.shape[1:]
+    at = positions(mask.q_positions, s, p.device).long()
+    heads = torch.arange(options.first_head, options.first_head + n, device=p.device)
+    kept = keep_mask(options.key, sample_ids, heads, at, t, options.drop, mask.k_positions)
     return kept.to(p.dtype) * (1 / (1 - options.drop))
 
 
@@ -204,27 +208,11 @@ def _scores(
     return softcap * tanh_of_x, tanh_of_x
 
 
-def _kept(
-    p: Tensor,
-    mask: AttentionMask,
-    drop: float,
-    key: philox.Key,
-    sample_ids: Tensor | None,
-    first_head: int,
-) -> Tensor:
-    """Which of the probabilities p [b, n, s, t] dropout keeps."""
-    assert sample_ids is not None
-    n, s, t = p.shape[1:]
-    at = positions(mask.q_positions, s, p.device).long()
-    heads = torch.arange(first_head, first_head + n, device=p.device)
-    return keep_mask(key, sample_ids, heads, at, t, drop, mask.k_positions)
-
-
 @jit
-def capped(x, scale, SOFTCAP: tl.constexpr):
-    """(y, factor): y factor are the scores q k^T scale in base 2, soft-capped where SOFTCAP > 0."""
-    if SOFTCAP > 0:
-        y = (SOFTCAP * 1.4426950408889634) * tanh(x * (scale / SOFTCAP))
+def capped(x, scale, FEATURES: tl.constexpr):
+    """(y, factor): y factor are the scores q k^T scale in base 2, soft-capped where they are."""
+    if FEATURES.softcap > 0:
+        y = (FEATURES.softcap * 1.4426950408889634) * tanh(x * (scale / FEATURES.softcap))
         factor = 1.0
     else:
         y = x
@@ -247,50 +235,53 @@ def online_softmax(x, factor, m, l, MASKED: tl.constexpr):
 
 @jit
 def _forward_pass(
-    acc,
-    m,
-    l,
+    sums,
     q,
-    k,
-    v,
-    kv,
+    queries,
+    keys,
     bounds,
-    t,
-    q_at,
-    start,
-    k_positions,
     scale,
     drop,
     D: tl.constexpr,
-    M: tl.constexpr,
     N: tl.constexpr,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
-    """Take the whole blocks of keys within the bounds, or the MASKED ones, into (acc [M, D], m [M]
-    the greatest score so far, l [M] the sum).
+    """Take the whole blocks of keys within the bounds, or the MASKED ones, into the sums (acc
+    [M, D], m [M] the greatest score so far, l [M] the sum).
+
+    queries: (positions, starts of their documents) [M]; keys: (k, v, their head, positions, t).
     """
+    acc, m, l = sums
+    k, v, kv, k_positions, t = keys
     first, last = steps_of_pass(bounds, MASKED)
     for step in range(first, last):
         key = block_of_step(step, bounds, MASKED) * N
         k_tile = load_tile(k, (kv,), key, N, D)
-        x, factor = capped(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), scale, SOFTCAP)
+        x, factor = capped(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), scale, FEATURES)
         if MASKED:
-            see = visible_tile(
-                q_at, start, key, k_positions, t, N, CAUSAL, WINDOW, DOCUMENTS, POSITIONS
-            )
+            see = visible_tile(queries, key, k_positions, t, N, FEATURES)
             x = tl.where(see, x, float("-inf"))
         p, m, l, alpha = online_softmax(x, factor, m, l, MASKED)
-        if DROPOUT:
-            p = drop_scores(p, drop, q_at, fours_of_keys(k_positions, key, t, N, POSITIONS), M, N)
+        if FEATURES.dropout:
+            fours = fours_of_keys(k_positions, key, t, N, FEATURES)
+            p = drop_scores(p, drop, queries[0], fours)
         v_tile = load_tile(v, (kv,), key, N, D)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
     return acc, m, l
+
+
+@jit
+def _store_output(out, lse, sums, at, row, head, s, D: tl.constexpr):
+    """Write acc / l [M, D] of the sums to out, rows from `row` on at the coordinates `at`, and lse
+    of this head.
+    """
+    acc, m, l = sums
+    total = tl.where(l == 0, 1.0, l)
+    store_tile(out, at, row, acc / total[:, None], acc.shape[0], D)
+    value = tl.where(l == 0, float("-inf"), m * 0.6931471805599453 + tl.log(total))
+    rows = row + tl.arange(0, acc.shape[0])
+    tl.store(lse + head.to(tl.int64) * s + rows, value, mask=rows < s)
 
 
 @partial(jit, do_not_specialize=RUNTIME)
@@ -319,13 +310,7 @@ def forward_kernel(
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TABLE: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     """M rows of one head. q, out: descriptors [b g, m, s, d] of blocks [1, 1, M, D]; k, v [b g, t,
     d] of [1, N, D]. They read zeros and write nothing beyond.
@@ -333,45 +318,22 @@ def forward_kernel(
     row, b, head, kv, member = queries_of_program(s, heads, group, section, M)
     rows = row + tl.arange(0, M)
     q_tile = load_tile(q, (kv, member), row, M, D)
-    q_at, start = places_of_queries(q_positions, starts, b, rows, s, POSITIONS, DOCUMENTS)
+    queries = places_of_queries(q_positions, starts, b, rows, s, FEATURES)
     drop = drop_of_head(
-        samples, b, first_head + head % heads, k0, k1, threshold, inverse_keep, DROPOUT
+        samples, b, first_head + head % heads, k0, k1, threshold, inverse_keep, FEATURES.dropout
     )
-    bounds = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
-    acc = tl.zeros([M, D], tl.float32)
-    m = tl.full([M], float("-inf"), tl.float32)
-    l = tl.zeros([M], tl.float32)
+    bounds = keys_of_queries(table, b, row, s, t, M, N, FEATURES)
+    sums = (
+        tl.zeros([M, D], tl.float32),
+        tl.full([M], float("-inf"), tl.float32),
+        tl.zeros([M], tl.float32),
+    )
+    keys = (k, v, kv, k_positions, t)
     for MASKED in tl.static_range(2):
-        acc, m, l = _forward_pass(
-            acc,
-            m,
-            l,
-            q_tile,
-            k,
-            v,
-            kv,
-            bounds,
-            t,
-            q_at,
-            start,
-            k_positions,
-            scale,
-            drop,
-            D,
-            M,
-            N,
-            MASKED,
-            CAUSAL,
-            WINDOW,
-            DOCUMENTS,
-            POSITIONS,
-            SOFTCAP,
-            DROPOUT,
+        sums = _forward_pass(
+            sums, q_tile, queries, keys, bounds, scale, drop, D, N, MASKED, FEATURES
         )
-    total = tl.where(l == 0, 1.0, l)
-    store_tile(out, (kv, member), row, acc / total[:, None], M, D)
-    value = tl.where(l == 0, float("-inf"), m * 0.6931471805599453 + tl.log(total))
-    tl.store(lse + head.to(tl.int64) * s + rows, value, mask=rows < s)
+    _store_output(out, lse, sums, (kv, member), row, head, s, D)
 
 
 def forward(
@@ -386,20 +348,21 @@ def forward(
     launch.
     """
     (s, b, g, m, d), t = q.shape, len(k)
-    n, (out, lse) = g * m, outputs(q)
+    out, lse = outputs(q)
+    given = runtime_arguments(q, t, mask, options, sample_ids)
     q, k, v = (aligned(x.flatten(1, 2)) for x in (q, k, v))
     tiles = configuration("forward", d, options, mask.causal, q.dtype, lang.capability(q.device))
-    forward_kernel[(-(-s // tiles.M) * b * n,)](
-        operand(q, tiles.M),
-        operand(k, tiles.N),
-        operand(v, tiles.N),
-        operand(out.view(q.shape), tiles.M),
+    fixed = constants(d, tiles, features(mask, options))
+    forward_kernel[(-(-s // fixed["M"]) * b * g * m,)](
+        operand(q, fixed["M"]),
+        operand(k, fixed["N"]),
+        operand(v, fixed["N"]),
+        operand(out.view(q.shape), fixed["M"]),
         lse,
         mask.by_query,
-        **mask_tensors(mask, sample_ids),
-        **numbers(s, t, n, g, options),
         section=section(t, d, q.dtype, m),
-        **constants(d, tiles, options, **of_mask(mask)),
+        **given,
+        **fixed,
         **tiles.launch(),
     )
     return out, lse
@@ -449,9 +412,7 @@ def _flash_attention(qkv: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tenso
     return forward(q, k, v, mask, options, sample_ids)
 
 
-@_flash_attention.register_fake
-def _(qkv: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
-    return outputs(by_key_head(qkv)[0])
+_flash_attention.register_fake(lambda qkv, *_: outputs(by_key_head(qkv)[0]))
 
 
 @operator(
@@ -473,11 +434,9 @@ def _flash_attention_backward(
     return backward(dout, dlse, out, lse, qkv, mask, options, sample_ids)
 
 
-@_flash_attention_backward.register_fake
-def _(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], *_: Any
-) -> list[Tensor]:
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+_flash_attention_backward.register_fake(
+    lambda dout, dlse, out, lse, qkv, *_: [x.new_empty(x.shape) for x in qkv]
+)
 
 
 @_flash_attention_backward.register_workspace
@@ -490,10 +449,11 @@ def _(
     *others: Any,
 ) -> list[Tensor]:
     mask, options, _, backend = _parsed(others)
-    keys = 0 if backend == "triton" else load_candidate(backend).KEYS
-    gradients, room = room_for_backward(dout, out, lse, qkv, mask.causal, options, keys)
-    del room
-    return gradients
+    if backend == "triton":
+        keys = row_of_keys(qkv, mask.causal, options).numbers["N"]
+    else:
+        keys = load_candidate(backend).KEYS
+    return make_room(dout, out, lse, qkv, keys, options.deterministic).gradients
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -566,30 +526,16 @@ def flash_attention(
     deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits. Raises
     UserError where that does not exist. Candidates are deterministic all the same.
     """
-    if (
-        not deterministic
-        and backend == "triton"
-        and (
-            reason := why_not_atomic(
-                qkv[0].shape[-1], softcap, drop, lang.capability(qkv[0].device)
+    if not deterministic and backend == "triton":
+        d, arch = qkv[0].shape[-1], lang.capability(qkv[0].device)
+        if reason := why_not_atomic(d, softcap, drop, arch):
+            raise UserError(
+                f"attention that is not deterministic: {reason}; take --deterministic-mode"
             )
-        )
-    ):
-        raise UserError(f"attention that is not deterministic: {reason}; take --deterministic-mode")
-    assert (
-        len(qkv) == 1
-        and qkv[0].ndim == 5
-        and qkv[0].shape[3] > 2
-        or len(qkv) == 3
-        and all(x.ndim == 4 for x in qkv)
-    )
+    assert qkv[0].ndim == (5 if len(qkv) == 1 else 4)
     q, k, v = by_key_head(qkv)
-    assert (
-        scale > 0
-        and k.shape == v.shape
-        and q.shape[1] == k.shape[1]
-        and (drop == 0 or sample_ids is not None)
-    )
+    assert scale > 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and q.shape[3]
+    assert drop == 0 or sample_ids is not None
     assert mask.by_query is not None or (
         mask.q_positions is None and mask.document_starts is None
     ), "make the mask with attention_mask()"

@@ -28,22 +28,21 @@ from megatron.kernels import lang
 from megatron.kernels.attention_launch import (
     RUNTIME,
     Options,
-    Tiles,
     aligned,
     by_key_head,
     columns,
     configuration,
     constants,
-    mask_tensors,
-    numbers,
-    of_mask,
+    features,
     operand,
+    runtime_arguments,
     section,
     table_key,
 )
 from megatron.kernels.attention_masks import (
     TILE,
     AttentionMask,
+    Features,
     block_of_step,
     fours_of_keys,
     keys_of_queries,
@@ -57,7 +56,7 @@ from megatron.kernels.attention_masks import (
     visible_tile,
 )
 from megatron.kernels.attention_tiles import load_tile, store_tile
-from megatron.kernels.configurations import find
+from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import load_fp32
 from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import drop_of_head, drop_scores, drop_scores_transposed
@@ -165,96 +164,81 @@ def tanh(x):
 
 
 @jit
-def _probabilities(x, base, scale, SOFTCAP: tl.constexpr):
+def _probabilities(x, base, scale, FEATURES: tl.constexpr):
     """(p, slope): exp(scores - lse) of the products x = q k^T and base, lse in base 2; and the
     soft-capped scores' derivative by scale x.
     """
-    if SOFTCAP > 0:
-        part = tanh(x * (scale / SOFTCAP))
-        return tl.exp2(part * (SOFTCAP * 1.4426950408889634) - base), 1 - part * part
+    if FEATURES.softcap > 0:
+        part = tanh(x * (scale / FEATURES.softcap))
+        return tl.exp2(part * (FEATURES.softcap * 1.4426950408889634) - base), 1 - part * part
     else:
         return tl.exp2(x * (scale * 1.4426950408889634) - base), 1.0
 
 
 @jit
-def _score_gradient(p, dp, delta, slope, SOFTCAP: tl.constexpr):
+def _score_gradient(p, dp, delta, slope, FEATURES: tl.constexpr):
     """dS of a tile, but for the scale: P (dP - delta), times the soft-cap's slope."""
     ds = p * (dp - delta)
-    if SOFTCAP > 0:
+    if FEATURES.softcap > 0:
         ds *= slope
     return ds
 
 
 @jit
 def _dkv_pass(
-    dk,
-    dv,
-    k_tile,
-    v,
-    q,
-    dout,
-    dq,
-    base,
-    delta,
-    kv,
-    member,
+    sums,
+    of_keys,
+    of_head,
+    of_queries,
     bounds,
-    b,
-    s,
-    t,
-    key,
-    k_at,
-    q_positions,
-    k_positions,
-    starts,
     scale,
     drop,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ATOMIC: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
-    """Take the whole blocks of one head's queries within the bounds, or the MASKED ones, into dk,
-    dv [N, D]. Tiles are [N keys, M queries].
+    """Take the whole blocks of one head's queries within the bounds, or the MASKED ones, into the
+    sums dk and dv [N, D]. Score tiles are [N keys, M queries].
+
+    of_keys: (k and v [N, D], the first key, positions [N], those of all keys, t); of_head: (q,
+    dout, dq, base, delta, key head, member); of_queries: (positions, starts of documents, sample,
+    s).
     """
+    dk, dv = sums
+    k_tile, v, key, k_at, k_positions, t = of_keys
+    q, dout, dq, base, delta, kv, member = of_head
+    q_positions, starts, b, s = of_queries
     k_index = key + tl.arange(0, N)
-    fours = fours_of_keys(k_positions, key, t, N, POSITIONS) if DROPOUT else 0
+    fours = fours_of_keys(k_positions, key, t, N, FEATURES) if FEATURES.dropout else 0
     first, last = steps_of_pass(bounds, MASKED)
     for step in range(first, last):
         row = block_of_step(step, bounds, MASKED) * M
         rows = row + tl.arange(0, M)
         q_tile = load_tile(q, (kv, member), row, M, D)
         x = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-        p, slope = _probabilities(x, tl.load(base + rows)[None, :], scale, SOFTCAP)
-        if MASKED or DROPOUT:
-            q_at, start = places_of_queries(q_positions, starts, b, rows, s, POSITIONS, DOCUMENTS)
+        p, slope = _probabilities(x, tl.load(base + rows)[None, :], scale, FEATURES)
+        if MASKED or FEATURES.dropout:
+            q_at, start = places_of_queries(q_positions, starts, b, rows, s, FEATURES)
         if MASKED:
             queries, keys = q_at[None, :], k_at[:, None]
-            see = visible(
-                queries, keys, k_index[:, None], start[None, :], t, CAUSAL, WINDOW, DOCUMENTS
-            )
+            see = visible(queries, keys, k_index[:, None], start[None, :], t, FEATURES)
             p = tl.where(see, p, 0.0)
         dout_tile = load_tile(dout, (kv, member), row, M, D)
-        if DROPOUT:  # one draw of random bits for both
+        if FEATURES.dropout:  # one draw of random bits for both
             dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
-            kept, dp = drop_scores_transposed(p, dp, drop, q_at, fours, N, M)
+            kept, dp = drop_scores_transposed(p, dp, drop, q_at, fours)
             dv = tl.dot(kept.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
         else:  # dv first: it needs no registers of dp
             dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
-        ds = _score_gradient(p, dp, tl.load(delta + rows)[None, :], slope, SOFTCAP)
+        ds = _score_gradient(p, dp, tl.load(delta + rows)[None, :], slope, FEATURES)
         if MASKED:
             ds = tl.where(see, ds, 0.0)  # a gradient that is NaN stays with the keys of its row
         ds = ds.to(q_tile.dtype)
         dk = tl.dot(ds, q_tile, dk, input_precision="ieee")
-        if ATOMIC:  # after dk, which needs ds in registers
+        if dq is not None:  # after dk, which needs ds in registers
             part = tl.dot(tl.trans(ds), k_tile, input_precision="ieee")
             dq.atomic_add([kv, member, row, 0], tl.reshape(part, [1, 1, M, D]))
     return dk, dv
@@ -292,71 +276,35 @@ def dkv_kernel(
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TABLE: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ATOMIC: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     """N keys, the first ones first (they have the most queries), and `members` query heads of
     theirs.
 
-    ATOMIC: dq / scale [b g, m, s, d] in fp32 is added to. dk, dv [b heads / members, t, d] are
-    whole where members = group, else parts in fp32.
+    dq, unless it is None: dq / scale [b g, m, s, d] in fp32, which is added to. dk, dv [b heads /
+    members, t, d] are whole where members = group, else parts in fp32.
     """
     blocks = tl.cdiv(t, N)
     block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
     b, kv = head * members // heads, head * members // group
     key = block * N
-    k_index = key + tl.arange(0, N)
     k_tile, v_tile = load_tile(k, (kv,), key, N, D), load_tile(v, (kv,), key, N, D)
-    k_at = places_of_keys(k_positions, k_index, t, POSITIONS)
-    bounds = queries_of_keys(table, b if DOCUMENTS else 0, key, s, t, CAUSAL, WINDOW, TABLE, M, N)
-    dk_tile, dv_tile = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    k_at = places_of_keys(k_positions, key + tl.arange(0, N), t, FEATURES)
+    of_keys = (k_tile, v_tile, key, k_at, k_positions, t)
+    of_queries = (q_positions, starts, b, s)
+    bounds = queries_of_keys(table, b, key, s, t, M, N, FEATURES)
+    sums = (tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32))
     start = head * members - kv * group
     for member in range(start, start + members):
         row = (kv * group + member).to(tl.int64)
         of_model = first_head + row.to(tl.int32) % heads
-        drop = drop_of_head(samples, b, of_model, k0, k1, threshold, inverse_keep, DROPOUT)
+        drop = drop_of_head(samples, b, of_model, k0, k1, threshold, inverse_keep, FEATURES.dropout)
+        of_head = (q, dout, dq, base + row * padded, delta + row * padded, kv, member)
         for MASKED in tl.static_range(2):
-            dk_tile, dv_tile = _dkv_pass(
-                dk_tile,
-                dv_tile,
-                k_tile,
-                v_tile,
-                q,
-                dout,
-                dq,
-                base + row * padded,
-                delta + row * padded,
-                kv,
-                member,
-                bounds,
-                b,
-                s,
-                t,
-                key,
-                k_at,
-                q_positions,
-                k_positions,
-                starts,
-                scale,
-                drop,
-                D,
-                M,
-                N,
-                MASKED,
-                CAUSAL,
-                WINDOW,
-                DOCUMENTS,
-                POSITIONS,
-                SOFTCAP,
-                DROPOUT,
-                ATOMIC,
+            sums = _dkv_pass(
+                sums, of_keys, of_head, of_queries, bounds, scale, drop, D, M, N, MASKED, FEATURES
             )
+    dk_tile, dv_tile = sums
     store_tile(dk, (head,), key, dk_tile * scale, N, D)
     store_tile(dv, (head,), key, dv_tile, N, D)
 
@@ -364,53 +312,48 @@ def dkv_kernel(
 @jit
 def _dq_pass(
     dq,
-    q,
-    dout,
-    k,
-    v,
-    base,
-    delta,
-    kv,
+    rows,
+    queries,
+    keys,
     bounds,
-    t,
-    q_at,
-    start,
-    k_positions,
     scale,
     drop,
     D: tl.constexpr,
-    M: tl.constexpr,
     N: tl.constexpr,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
-    """Take the whole blocks of keys within the bounds, or the MASKED ones, into dq [M, D]. Tiles
-    are [M queries, N keys].
+    """Take the whole blocks of keys within the bounds, or the MASKED ones, into dq [M, D]. Score
+    tiles are [M queries, N keys].
+
+    rows: (q and dout [M, D], base and delta [M]); queries and keys as of attention._forward_pass.
     """
+    q, dout, base, delta = rows
+    k, v, kv, k_positions, t = keys
     first, last = steps_of_pass(bounds, MASKED)
     for step in range(first, last):
         key = block_of_step(step, bounds, MASKED) * N
         k_tile = load_tile(k, (kv,), key, N, D)
         x = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
-        p, slope = _probabilities(x, base[:, None], scale, SOFTCAP)
+        p, slope = _probabilities(x, base[:, None], scale, FEATURES)
         v_tile = load_tile(v, (kv,), key, N, D)
         dp = tl.dot(dout, tl.trans(v_tile), input_precision="ieee")
-        if DROPOUT:
-            fours = fours_of_keys(k_positions, key, t, N, POSITIONS)
-            dp = drop_scores(dp, drop, q_at, fours, M, N)
-        ds = _score_gradient(p, dp, delta[:, None], slope, SOFTCAP)
+        if FEATURES.dropout:
+            fours = fours_of_keys(k_positions, key, t, N, FEATURES)
+            dp = drop_scores(dp, drop, queries[0], fours)
+        ds = _score_gradient(p, dp, delta[:, None], slope, FEATURES)
         if MASKED:
-            see = visible_tile(
-                q_at, start, key, k_positions, t, N, CAUSAL, WINDOW, DOCUMENTS, POSITIONS
-            )
+            see = visible_tile(queries, key, k_positions, t, N, FEATURES)
             ds = tl.where(see, ds, 0.0)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
     return dq
+
+
+@jit
+def _load_of_rows(base, delta, head, padded, rows):
+    """base and delta [M] of these rows of a head."""
+    at = head.to(tl.int64) * padded + rows
+    return tl.load(base + at), tl.load(delta + at)
 
 
 @partial(jit, do_not_specialize=RUNTIME)
@@ -442,65 +385,127 @@ def dq_kernel(
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TABLE: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     """M rows of one head, the last ones first: they see the most keys."""
     row, b, head, kv, member = queries_of_program(s, heads, group, section, M)
     rows = row + tl.arange(0, M)
     q_tile = load_tile(q, (kv, member), row, M, D)
     dout_tile = load_tile(dout, (kv, member), row, M, D)
-    at = head.to(tl.int64) * padded + rows
-    base_tile, delta_tile = tl.load(base + at), tl.load(delta + at)
-    q_at, start = places_of_queries(q_positions, starts, b, rows, s, POSITIONS, DOCUMENTS)
+    base_tile, delta_tile = _load_of_rows(base, delta, head, padded, rows)
+    held = (q_tile, dout_tile, base_tile, delta_tile)
+    queries = places_of_queries(q_positions, starts, b, rows, s, FEATURES)
     drop = drop_of_head(
-        samples, b, first_head + head % heads, k0, k1, threshold, inverse_keep, DROPOUT
+        samples, b, first_head + head % heads, k0, k1, threshold, inverse_keep, FEATURES.dropout
     )
-    bounds = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    bounds = keys_of_queries(table, b, row, s, t, M, N, FEATURES)
+    keys = (k, v, kv, k_positions, t)
     dq_tile = tl.zeros([M, D], tl.float32)
     for MASKED in tl.static_range(2):
         dq_tile = _dq_pass(
-            dq_tile,
-            q_tile,
-            dout_tile,
-            k,
-            v,
-            base_tile,
-            delta_tile,
-            kv,
-            bounds,
-            t,
-            q_at,
-            start,
-            k_positions,
-            scale,
-            drop,
-            D,
-            M,
-            N,
-            MASKED,
-            CAUSAL,
-            WINDOW,
-            DOCUMENTS,
-            POSITIONS,
-            SOFTCAP,
-            DROPOUT,
+            dq_tile, held, queries, keys, bounds, scale, drop, D, N, MASKED, FEATURES
         )
     store_tile(dq, (kv, member), row, dq_tile * scale, M, D)
 
 
-def room_for_gradients(qkv: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Unwritten gradients of qkv, three tensors or one, and the parts that launches write: dq [s, b
-    g, m, d], dk and dv [t, b g, d].
+class Room(NamedTuple):
+    """All that a backward pass allocates: q, out and dout [s, b g, m, d], k and v [t, b g, d] where
+    descriptors can address them; the gradients of qkv and their parts dq, dk, dv; what programs of
+    `members` query heads write of dk and dv, and add to dq; two numbers of each row.
     """
-    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    dout: Tensor
+    gradients: list[Tensor]
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    members: int
+    dk_parts: Tensor
+    dv_parts: Tensor
+    sum_of_dq: Tensor | None
+    base: Tensor
+    delta: Tensor
+
+
+def _views_by_head(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """dq [s, b g, m, d], dk and dv [t, b g, d] in the gradients of qkv."""
     parts = by_key_head(gradients)
-    return gradients, tuple(x.view(len(x), x.shape[1] * x.shape[2], *x.shape[3:]) for x in parts)
+    return tuple(x.view(len(x), x.shape[1] * x.shape[2], *x.shape[3:]) for x in parts)
+
+
+def make_room(
+    dout: Tensor, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], keys: int, deterministic: bool
+) -> Room:
+    """Room for the gradients of qkv, three tensors or one; a program takes `keys` keys."""
+    q, k, v = by_key_head(qkv)
+    heads, m = q.shape[2:4], q.shape[3]
+    read = (q, k, v, out.unflatten(2, heads), dout.unflatten(2, heads))
+    q, k, v, out, dout = (aligned(x.flatten(1, 2)) for x in read)
+    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+    dq, dk, dv = _views_by_head(gradients)
+    blocks = -(-len(dk) // keys)
+    members = heads_of_a_program(blocks * dk.shape[1], m, lang.multiprocessors(q.device))
+    dk_parts, dv_parts = (_room_for_parts(x, m // members) for x in (dk, dv))
+    sum_of_dq = None
+    if not deterministic:
+        sum_of_dq = torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)
+    base, delta = _room_for_rows(lse)
+    parts = (members, dk_parts, dv_parts, sum_of_dq)
+    return Room(q, k, v, out, dout, gradients, dq, dk, dv, *parts, base, delta)
+
+
+def _room_for_rows(lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers of each query [b, n, s], the last dimension padded to whole tiles."""
+    *heads, s = lse.shape
+    shape = (*heads, -(-s // TILE) * TILE)
+    return torch.empty(shape, device=lse.device), torch.empty(shape, device=lse.device)
+
+
+def _room_for_parts(whole: Tensor, count: int) -> Tensor:
+    """What `count` programs write for each key head of whole [t, b g, d]: parts [t, b g count, d]
+    in fp32, or the whole.
+    """
+    if count == 1:
+        return whole
+    t, groups, d = whole.shape
+    return torch.empty(t, groups * count, d, dtype=torch.float32, device=whole.device)
+
+
+def prepare(room: Room, lse: Tensor, dlse: Tensor | None) -> dict[str, Any]:
+    """Fill base and delta [b, n, padded], the last dimension padded to whole tiles; they are
+    arguments of the kernels.
+    """
+    (b, n, s), (m, d), padded = lse.shape, room.out.shape[2:], room.base.shape[2]
+    row = find("attention prepare", lang.capability(lse.device))
+    prepare_kernel[(padded // row.numbers["M"], b * n)](
+        room.out,
+        room.dout,
+        lse,
+        None if dlse is None else dlse.contiguous(),
+        room.base,
+        room.delta,
+        s,
+        padded,
+        m,
+        *room.out.stride()[:3],
+        *room.dout.stride()[:3],
+        d=d,
+        D=columns(d),
+        M=row.numbers["M"],
+        **row.launch(),
+    )
+    return {"padded": padded, "base": room.base, "delta": room.delta}
+
+
+def row_of_keys(qkv: Sequence[Tensor], causal: bool, options: Options) -> Row:
+    """What the kernel for dk and dv, or for all three, is launched with."""
+    kernel, x = "dkv" if options.deterministic else "dkv_dq", qkv[0]
+    arch = lang.capability(x.device)
+    return configuration(kernel, x.shape[-1], options, causal, x.dtype, arch)
 
 
 def backward(
@@ -516,184 +521,62 @@ def backward(
     """Gradients of qkv, three tensors or one, from those of out [s, b, n, d] and lse [b, n, s]: one
     launch to prepare, one for dk and dv, one more for dq when deterministic.
     """
-    gradients, (dq, dk, dv) = room_for_gradients(qkv)
-    call = prepared(dout, dlse, out, lse, qkv, mask, options, sample_ids)
-    if options.deterministic:
-        _launch_dkv(call, dk, dv, None)
-        _launch_dq(call, dq)
-    else:
-        sum_of_dq = torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)
-        _launch_dkv(call, dk, dv, sum_of_dq)
-        torch.mul(sum_of_dq, options.scale, out=dq)
-    return gradients
-
-
-class _Call(NamedTuple):
-    """What the launches of one backward pass read: q and dout [s, b g, m, d], k and v [t, b g, d].
-    `shared`: arguments that all kernels take.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    mask: AttentionMask
-    options: Options
-    shared: dict[str, Any]
-
-    def tiles(self, kernel: str) -> Tiles:
-        """What a kernel is launched with."""
-        arch = lang.capability(self.q.device)
-        how = self.options, self.mask.causal, self.q.dtype, arch
-        return configuration(kernel, self.q.shape[-1], *how)
-
-
-def prepared(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Sequence[Tensor],
-    mask: AttentionMask,
-    options: Options,
-    sample_ids: Tensor | None,
-) -> _Call:
-    """What `backward` was given, as its launches read it, after the launch that prepares lse and
-    delta for them.
-    """
-    q, k, v = by_key_head(qkv)
-    (s, _, g, m, _), t = q.shape, len(k)
-    out, dout = out.unflatten(2, (g, m)), dout.unflatten(2, (g, m))
-    q, k, v, out, dout = (aligned(x.flatten(1, 2)) for x in (q, k, v, out, dout))
-    base, delta = _prepare(out, dout, lse, dlse)
-    rows = {"padded": base.shape[-1], "base": base, "delta": delta}
-    shared = mask_tensors(mask, sample_ids) | numbers(s, t, g * m, g, options) | rows
-    return _Call(q, k, v, dout, mask, options, shared)
-
-
-def _prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(base, delta) [b, n, s] in fp32, the last dimension padded to whole tiles, of out and dout
-    [s, b g, m, d].
-    """
-    (b, n, s), (m, d) = lse.shape, out.shape[2:]
-    base, delta = _room_for_rows(lse)
-    rows = base.shape[2]
-    prepare = find("attention prepare", lang.capability(out.device))
-    prepare_kernel[(rows // prepare.numbers["M"], b * n)](
-        out,
-        dout,
-        lse,
-        None if dlse is None else dlse.contiguous(),
-        base,
-        delta,
-        s,
-        rows,
-        m,
-        *out.stride()[:3],
-        *dout.stride()[:3],
-        d=d,
-        D=columns(d),
-        M=prepare.numbers["M"],
-        **prepare.launch(),
-    )
-    return base, delta
-
-
-def _room_for_rows(lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers of each query [b, n, s], the last dimension padded to whole tiles."""
-    *heads, s = lse.shape
-    shape = (*heads, -(-s // TILE) * TILE)
-    return torch.empty(shape, device=lse.device), torch.empty(shape, device=lse.device)
-
-
-def room_for_backward(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Sequence[Tensor],
-    causal: bool,
-    options: Options,
-    keys: int = 0,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """(the gradients, all else that `backward` allocates). `keys`: that a program takes, by default
-    those of our Triton kernel.
-    """
-    gradients, (dq, dk, dv) = room_for_gradients(qkv)
-    q, k, v = by_key_head(qkv)
-    groups = q.shape[2:4]
-    read = (q, k, v, out.unflatten(2, groups), dout.unflatten(2, groups))
-    room = [aligned(x.flatten(1, 2)) for x in read] + [*_room_for_rows(lse)]
-    if not options.deterministic:
-        room.append(torch.empty(dq.shape, dtype=torch.float32, device=dq.device))
-    if not keys:
-        kernel = "dkv" if options.deterministic else "dkv_dq"
+    q, k, _ = by_key_head(qkv)
+    row = row_of_keys(qkv, mask.causal, options)
+    room = make_room(dout, out, lse, qkv, row.numbers["N"], options.deterministic)
+    given = runtime_arguments(q, len(k), mask, options, sample_ids) | prepare(room, lse, dlse)
+    compiled_in = features(mask, options)
+    _launch_dkv(room, row, compiled_in, given | {"table": mask.by_key})
+    if room.sum_of_dq is None:
         arch = lang.capability(q.device)
-        keys = configuration(kernel, q.shape[-1], options, causal, q.dtype, arch).N
-    (t, heads, _), m = dk.shape, q.shape[3]
-    programs = -(-t // keys) * heads
-    count = m // heads_of_a_program(programs, m, lang.multiprocessors(q.device))
-    return gradients, [*room, room_for_parts(dk, count), room_for_parts(dv, count)]
+        row = configuration("dq", q.shape[-1], options, mask.causal, q.dtype, arch)
+        _launch_dq(room, row, compiled_in, given | {"table": mask.by_query})
+    else:
+        torch.mul(room.sum_of_dq, options.scale, out=room.dq)
+    return room.gradients
 
 
-def _launch_dkv(call: _Call, dk: Tensor, dv: Tensor, sum_of_dq: Tensor | None) -> None:
-    """dk and dv [t, b g, d]; dq without its scale is added to `sum_of_dq`, where that is given."""
-    (s, _, m, d), (t, groups, _) = call.q.shape, call.k.shape
-    tiles = call.tiles("dkv" if sum_of_dq is None else "dkv_dq")
-    programs = -(-t // tiles.N) * groups
-    members = heads_of_a_program(programs, m, lang.multiprocessors(call.q.device))
-    count = m // members
-    dk_parts, dv_parts = room_for_parts(dk, count), room_for_parts(dv, count)
-    dkv_kernel[(programs * count,)](
-        operand(call.q, tiles.M),
-        operand(call.k, tiles.N),
-        operand(call.v, tiles.N),
-        operand(call.dout, tiles.M),
-        operand(dk_parts, tiles.N),
-        operand(dv_parts, tiles.N),
-        None if sum_of_dq is None else operand(sum_of_dq, tiles.M),
-        table=call.mask.by_key,
-        **call.shared,
-        members=members,
-        section=section(s, d, call.q.dtype),
-        **constants(d, tiles, call.options, **of_mask(call.mask)),
-        ATOMIC=sum_of_dq is not None,
-        **tiles.launch(),
+def _operands(room: Room, fixed: dict[str, Any]) -> tuple[Any, ...]:
+    """q, k, v and dout in blocks of these sizes."""
+    sizes = (fixed[name] for name in ("M", "N", "N", "M"))
+    return tuple(map(operand, (room.q, room.k, room.v, room.dout), sizes))
+
+
+def _launch_dkv(room: Room, row: Row, compiled_in: Features, given: dict[str, Any]) -> None:
+    """Fill dk and dv; dq without its scale is added to its sum, where there is one."""
+    (s, _, m, d), (t, groups, _) = room.q.shape, room.k.shape
+    fixed = constants(d, row, compiled_in)
+    dkv_kernel[(-(-t // fixed["N"]) * groups * (m // room.members),)](
+        *_operands(room, fixed),
+        operand(room.dk_parts, fixed["N"]),
+        operand(room.dv_parts, fixed["N"]),
+        None if room.sum_of_dq is None else operand(room.sum_of_dq, fixed["M"]),
+        members=room.members,
+        section=section(s, d, room.q.dtype),
+        **given,
+        **fixed,
+        **row.launch(),
     )
-    add_parts(dk_parts, dk)
-    add_parts(dv_parts, dv)
+    add_parts(room)
 
 
-def room_for_parts(whole: Tensor, count: int) -> Tensor:
-    """What `count` programs write for each key head of whole [t, b g, d]: parts [t, b g count, d]
-    in fp32, or the whole.
-    """
-    if count == 1:
-        return whole
-    t, groups, d = whole.shape
-    return torch.empty(t, groups * count, d, dtype=torch.float32, device=whole.device)
+def add_parts(room: Room) -> None:
+    """Make dk and dv of their parts, each key head's in their order."""
+    for parts, whole in ((room.dk_parts, room.dk), (room.dv_parts, room.dv)):
+        if parts is not whole:
+            *others, last = parts.unflatten(1, (whole.shape[1], -1)).unbind(2)
+            torch.add(reduce(Tensor.add_, others), last, out=whole)
 
 
-def add_parts(parts: Tensor, whole: Tensor) -> None:
-    """Make the whole of its parts, each key head's in their order."""
-    if parts is whole:
-        return
-    *others, last = parts.unflatten(1, (whole.shape[1], -1)).unbind(2)
-    torch.add(reduce(Tensor.add_, others), last, out=whole)
-
-
-def _launch_dq(call: _Call, dq: Tensor) -> None:
-    """dq [s, b g, m, d], each tile by one program."""
-    (s, groups, m, d), t = call.q.shape, len(call.k)
-    tiles = call.tiles("dq")
-    dq_kernel[(-(-s // tiles.M) * groups * m,)](
-        operand(call.q, tiles.M),
-        operand(call.k, tiles.N),
-        operand(call.v, tiles.N),
-        operand(call.dout, tiles.M),
-        operand(dq, tiles.M),
-        table=call.mask.by_query,
-        **call.shared,
-        section=section(t, d, call.q.dtype, m),
-        **constants(d, tiles, call.options, **of_mask(call.mask)),
-        **tiles.launch(),
+def _launch_dq(room: Room, row: Row, compiled_in: Features, given: dict[str, Any]) -> None:
+    """Fill dq, each tile by one program."""
+    (s, groups, m, d), t = room.q.shape, len(room.k)
+    fixed = constants(d, row, compiled_in)
+    dq_kernel[(-(-s // fixed["M"]) * groups * m,)](
+        *_operands(room, fixed),
+        operand(room.dq, fixed["M"]),
+        section=section(t, d, room.q.dtype, m),
+        **given,
+        **fixed,
+        **row.launch(),
     )

@@ -10,13 +10,13 @@ for 128), and rows beyond the last read as zeros and are not written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.kernels import lang
-from megatron.kernels.attention_masks import STEP, TILE, AttentionMask
+from megatron.kernels.attention_masks import STEP, TILE, AttentionMask, Features
 from megatron.kernels.configurations import Row, find
 from torch import Tensor
 
@@ -24,34 +24,7 @@ from megatron.config.errors import UserError
 
 L2_BYTES = 24 << 20  # of a GPU's 50 MB: the inner operands of the heads that are worked on together
 # one compilation for all values
-RUNTIME = (
-    "s",
-    "t",
-    "padded",
-    "heads",
-    "group",
-    "members",
-    "section",
-    "first_head",
-    "k0",
-    "k1",
-    "threshold",
-)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """M queries by N keys at a time, and how Triton is to compile it."""
-
-    M: int
-    N: int
-    num_warps: int = 4
-    num_stages: int = 2
-    options: Mapping[str, int] = field(default_factory=dict)
-    row: Row | None = None
-
-    def launch(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
+RUNTIME = "s t padded heads group members section first_head k0 k1 threshold".split()
 
 
 @dataclass(frozen=True)
@@ -71,15 +44,11 @@ def table_key(d: int, options: Options, causal: bool) -> dict[str, Any]:
     """The table's key for a call: tiles follow the head dimension and the costliest thing that is
     done to a score.
     """
-    kind = (
-        "dropout"
-        if options.drop > 0
-        else "softcap"
-        if options.softcap is not None
-        else "causal"
-        if causal
-        else "full"
-    )
+    kind = "causal" if causal else "full"
+    if options.softcap is not None:
+        kind = "softcap"
+    if options.drop > 0:
+        kind = "dropout"
     return {"d": max(64, columns(d)), "kind": kind}
 
 
@@ -90,30 +59,23 @@ def configuration(
     causal: bool,
     dtype: torch.dtype = torch.bfloat16,
     arch: int = lang.HOPPER,
-) -> Tiles:
-    """Tiles of the kernel "forward", "dkv", "dkv_dq" or "dq". In fp32 there is one size: those
-    products use no tensor cores.
+) -> Row:
+    """Tiles of M queries by N keys of the kernel "forward", "dkv", "dkv_dq" or "dq". In fp32 there
+    is one size: those products use no tensor cores.
 
     On Hopper by what compiles without spills in the loops and without products that wait for each
-    other, and by how many blocks of threads an SM then holds: up to d = 64 two,
-    of which one multiplies while the other one computes exponentials, beyond one with larger tiles.
-    Random bits and soft-caps are left with smaller ones.
+    other, and by how many blocks of threads an SM then holds: up to d = 64 two, of which one
+    multiplies while the other one computes exponentials, beyond one with larger tiles. Random bits
+    and soft-caps are left with smaller ones.
     """
+    name, key = f"attention {kernel}", table_key(d, options, causal)
     if options.tile or dtype == torch.float32:
-        return Tiles(options.tile or 32, options.tile or 32)
-    row = find(f"attention {kernel}", arch, **table_key(d, options, causal))
+        size = options.tile or 32
+        return Row(name, arch, key, {"M": size, "N": size, "num_warps": 4, "num_stages": 2})
+    row = find(name, arch, **key)
     if fault := row.unfit(arch):
         raise UserError(fault)
-    numbers = row.numbers
-    options_of_compiler = {name: numbers[name] for name in ("maxnreg",) if name in numbers}
-    return Tiles(
-        numbers["M"],
-        numbers["N"],
-        numbers["num_warps"],
-        numbers["num_stages"],
-        options_of_compiler,
-        row,
-    )
+    return row
 
 
 def columns(d: int) -> int:
@@ -134,9 +96,8 @@ def by_key_head(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     """Room for out [s, b, g m, d] and lse [b, g m, s] in fp32 of queries [s, b, g, m, d]."""
     s, b, g, m, d = q.shape
-    return torch.empty(s, b, g * m, d, dtype=q.dtype, device=q.device), torch.empty(
-        b, g * m, s, dtype=torch.float32, device=q.device
-    )
+    out = torch.empty(s, b, g * m, d, dtype=q.dtype, device=q.device)
+    return out, torch.empty(b, g * m, s, dtype=torch.float32, device=q.device)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -148,29 +109,23 @@ def aligned(x: Tensor) -> Tensor:
         for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
         if size > 1
     ]
-    fits = (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(step > 0 and step % 16 == 0 for step in steps)
-    )
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    is_regular = all(step > 0 and step % 16 == 0 for step in steps)
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and is_regular:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x: Tensor, rows: int) -> Any:
     """Blocks [1, ..., rows, columns(d)] of x [length, ..., d], as [..., length, d]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (length, *heads, d), (step, *steps, _) = (
-        x.shape,
-        (
-            given if size > 1 else x.shape[-1]
-            for size, given in zip(x.shape, x.stride(), strict=True)
-        ),
+    length, *heads, d = x.shape
+    step, *steps, _ = (
+        given if size > 1 else d for size, given in zip(x.shape, x.stride(), strict=True)
     )
     assert d * x.element_size() % 16 == 0, "check with unfit()"
-    return TensorDescriptor(
-        x, [*heads, length, d], [*steps, step, 1], [1] * len(heads) + [rows, columns(d)]
-    )
+    block = [1] * len(heads) + [rows, columns(d)]
+    return TensorDescriptor(x, [*heads, length, d], [*steps, step, 1], block)
 
 
 def operand(x: Tensor, rows: int) -> Any:
@@ -190,13 +145,22 @@ def section(length: int, d: int, dtype: torch.dtype, heads: int = 1) -> int:
     return max(1, L2_BYTES // (2 * length * d * dtype.itemsize)) * heads
 
 
-def numbers(s: int, t: int, n: int, g: int, options: Options) -> dict[str, Any]:
-    """The arguments that are numbers, but for `section`."""
+def runtime_arguments(
+    q: Tensor, t: int, mask: AttentionMask, options: Options, sample_ids: Tensor | None
+) -> dict[str, Any]:
+    """The arguments that all kernels take and that are not compiled in, for queries [s, b, g, m, d]
+    of t keys.
+    """
+    s, _, g, m, _ = q.shape
     return {
+        "q_positions": mask.q_positions,
+        "k_positions": mask.k_positions,
+        "starts": mask.document_starts,
+        "samples": sample_ids,
         "s": s,
         "t": t,
-        "heads": n,
-        "group": n // g,
+        "heads": g * m,
+        "group": m,
         "scale": options.scale,
         "first_head": options.first_head,
         "k0": options.key[0],
@@ -206,48 +170,24 @@ def numbers(s: int, t: int, n: int, g: int, options: Options) -> dict[str, Any]:
     }
 
 
-def mask_tensors(mask: AttentionMask, sample_ids: Tensor | None) -> dict[str, Tensor | None]:
-    return {
-        "q_positions": mask.q_positions,
-        "k_positions": mask.k_positions,
-        "starts": mask.document_starts,
-        "samples": sample_ids,
-    }
+def features(mask: AttentionMask, options: Options) -> Features:
+    """What of a call is compiled in."""
+    documents, positions = mask.document_starts is not None, mask.q_positions is not None
+    return Features(
+        causal=mask.causal,
+        window=mask.window or 0,
+        table=(options.tile or TILE) if documents or positions else 0,
+        documents=documents,
+        positions=positions,
+        softcap=float(options.softcap or 0),
+        dropout=options.drop > 0,
+    )
 
 
-def constants(
-    d: int,
-    tiles: Tiles,
-    options: Options,
-    *,
-    causal: bool,
-    window: int | None,
-    documents: bool,
-    positions: bool,
-) -> dict[str, Any]:
+def constants(d: int, tiles: Row, compiled_in: Features) -> dict[str, Any]:
     """The arguments that are compiled in."""
-    table = (options.tile or TILE) if documents or positions else 0
-    return {
-        "D": columns(d),
-        "M": tiles.M,
-        "N": tiles.N,
-        "CAUSAL": causal,
-        "WINDOW": window or 0,
-        "TABLE": table,
-        "DOCUMENTS": documents,
-        "POSITIONS": positions,
-        "SOFTCAP": float(options.softcap or 0),
-        "DROPOUT": options.drop > 0,
-    }
-
-
-def of_mask(mask: AttentionMask) -> dict[str, Any]:
-    return {
-        "causal": mask.causal,
-        "window": mask.window,
-        "documents": mask.document_starts is not None,
-        "positions": mask.q_positions is not None,
-    }
+    sizes = {"D": columns(d), "M": tiles.numbers["M"], "N": tiles.numbers["N"]}
+    return {**sizes, "FEATURES": compiled_in}
 
 
 assert TILE % STEP == 0

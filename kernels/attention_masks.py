@@ -165,68 +165,65 @@ def _bounds(some: Tensor, whole: Tensor, step: int, length: int) -> Tensor:
     return bounds.clamp_max(length).to(torch.int32).contiguous()
 
 
+@dataclass(frozen=True)
+class Features:
+    """What of the mask and of the scores is compiled into a kernel, which takes it as a constexpr.
+
+    window and softcap: 0 for none. table: how many queries (or keys) a row of the mask's table
+    serves, 0 for the closed form.
+    """
+
+    causal: bool = True
+    window: int = 0
+    table: int = 0
+    documents: bool = False
+    positions: bool = False
+    softcap: float = 0.0
+    dropout: bool = False
+
+
 @jit
-def _row_of(table, b, first, length, TABLE: tl.constexpr):
-    """The four bounds in a table [b, ceil(length / TABLE), 4] of the tile that begins with element
+def _row_of(table, b, first, length, ROWS: tl.constexpr):
+    """The four bounds in a table [b, ceil(length / ROWS), 4] of the tile that begins with element
     `first`.
     """
-    at = table + (b * tl.cdiv(length, TABLE) + first // TABLE) * 4
+    at = table + (b * tl.cdiv(length, ROWS) + first // ROWS) * 4
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @jit
-def keys_of_queries(
-    table,
-    b,
-    row,
-    s,
-    t,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TABLE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """Bounds of the M queries from `row` on, in blocks of N keys. TABLE: queries that a row of the
-    table serves, 0 for the closed form.
-    """
-    if TABLE > 0:
-        low, full_low, full_high, high = _row_of(table, b, row, s, TABLE)
+def keys_of_queries(table, b, row, s, t, M: tl.constexpr, N: tl.constexpr, FEATURES: tl.constexpr):
+    """Bounds of the M queries from `row` on, in blocks of N keys."""
+    if FEATURES.table > 0:
+        sample = b if FEATURES.documents else 0
+        low, full_low, full_high, high = _row_of(table, sample, row, s, FEATURES.table)
     else:
         last = tl.minimum(row + M, s) - 1
         low, full_low, full_high, high = row * 0, row * 0, t, t
-        if CAUSAL:
+        if FEATURES.causal:
             full_high, high = tl.minimum(t, row + 1), tl.minimum(t, last + 1)
-        if WINDOW > 0:
-            low, full_low = tl.maximum(0, row - WINDOW + 1), tl.maximum(0, last - WINDOW + 1)
+        if FEATURES.window > 0:
+            low = tl.maximum(0, row - FEATURES.window + 1)
+            full_low = tl.maximum(0, last - FEATURES.window + 1)
     return _blocks(low, full_low, full_high, high, N)
 
 
 @jit
-def queries_of_keys(
-    table,
-    b,
-    key,
-    s,
-    t,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TABLE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+def queries_of_keys(table, b, key, s, t, M: tl.constexpr, N: tl.constexpr, FEATURES: tl.constexpr):
     """Bounds of the N keys from `key` on, in blocks of M queries. A tile that passes the last key
     is masked everywhere.
     """
-    if TABLE > 0:
-        low, full_low, full_high, high = _row_of(table, b, key, t, TABLE)
+    if FEATURES.table > 0:
+        sample = b if FEATURES.documents else 0
+        low, full_low, full_high, high = _row_of(table, sample, key, t, FEATURES.table)
     else:
         last = key + N - 1
         low, full_low, full_high, high = key * 0, key * 0, s, s
-        if CAUSAL:
+        if FEATURES.causal:
             low, full_low = tl.minimum(key, s), tl.minimum(last, s)
-        if WINDOW > 0:
-            full_high, high = tl.minimum(s, key + WINDOW), tl.minimum(s, last + WINDOW)
+        if FEATURES.window > 0:
+            full_high = tl.minimum(s, key + FEATURES.window)
+            high = tl.minimum(s, last + FEATURES.window)
         full_high = tl.where(last < t, full_high, 0)
     return _blocks(low, full_low, full_high, high, M)
 
@@ -264,79 +261,61 @@ def block_of_step(step, bounds, MASKED: tl.constexpr):
 
 
 @jit
-def visible(
-    q_at,
-    k_at,
-    k_index,
-    start,
-    t,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
+def visible(q_at, k_at, k_index, start, t, FEATURES: tl.constexpr):
     """Whether queries see keys, exactly: q_at and start of one shape, k_at and k_index of another,
     which broadcast to a tile or its transpose.
     """
     see = k_index < t
-    if CAUSAL:
+    if FEATURES.causal:
         see = see & (k_at <= q_at)
-    if WINDOW > 0:
-        see = see & (q_at - k_at < WINDOW)
-    if DOCUMENTS:
+    if FEATURES.window > 0:
+        see = see & (q_at - k_at < FEATURES.window)
+    if FEATURES.documents:
         see = see & (k_at >= start)
     return see
 
 
 @jit
-def places_of_queries(
-    q_positions, starts, b, rows, s, POSITIONS: tl.constexpr, DOCUMENTS: tl.constexpr
-):
+def places_of_queries(q_positions, starts, b, rows, s, FEATURES: tl.constexpr):
     """(positions, starts of their documents) [M] of the queries `rows` of sample b. Where the mask
     knows no positions they count 0, 1, 2, ...; where it knows no documents the starts are not read.
     """
-    q_at = tl.load(q_positions + rows, mask=rows < s, other=0) if POSITIONS else rows
-    start = tl.load(starts + b * s + rows, mask=rows < s, other=0) if DOCUMENTS else rows
+    q_at = tl.load(q_positions + rows, mask=rows < s, other=0) if FEATURES.positions else rows
+    start = rows
+    if FEATURES.documents:
+        start = tl.load(starts + b * s + rows, mask=rows < s, other=0)
     return q_at, start
 
 
 @jit
-def places_of_keys(k_positions, k_index, t, POSITIONS: tl.constexpr):
+def places_of_keys(k_positions, k_index, t, FEATURES: tl.constexpr):
     """Positions [N] of the keys with these indices."""
-    return tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
+    if FEATURES.positions:
+        return tl.load(k_positions + k_index, mask=k_index < t, other=0)
+    else:
+        return k_index
 
 
 @jit
-def fours_of_keys(k_positions, key, t, N: tl.constexpr, POSITIONS: tl.constexpr):
+def fours_of_keys(k_positions, key, t, N: tl.constexpr, FEATURES: tl.constexpr):
     """The counters of dropout [N / 4] of the N keys from `key` on: the positions of each four,
     divided by 4. Positions count on within each four keys, from a multiple of 4.
     """
-    if POSITIONS:
-        at = places_of_keys(k_positions, key + 4 * tl.arange(0, N // 4), t, POSITIONS)
-        return at // 4
+    if FEATURES.positions:
+        return places_of_keys(k_positions, key + 4 * tl.arange(0, N // 4), t, FEATURES) // 4
     else:
         return key // 4 + tl.arange(0, N // 4)
 
 
 @jit
-def visible_tile(
-    q_at,
-    start,
-    key,
-    k_positions,
-    t,
-    N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-):
-    """[M, N]: whether queries at q_at [M], in documents that begin at `start` [M], see the N keys
-    from `key` on.
+def visible_tile(queries, key, k_positions, t, N: tl.constexpr, FEATURES: tl.constexpr):
+    """[M, N]: whether `queries`, their positions and the starts of their documents [M], see the N
+    keys from `key` on.
     """
+    q_at, start = queries
     k_index = key + tl.arange(0, N)
-    k_at = places_of_keys(k_positions, k_index, t, POSITIONS)
-    queries, keys = q_at[:, None], k_at[None, :]
-    return visible(queries, keys, k_index[None, :], start[:, None], t, CAUSAL, WINDOW, DOCUMENTS)
+    k_at = places_of_keys(k_positions, k_index, t, FEATURES)
+    return visible(q_at[:, None], k_at[None, :], k_index[None, :], start[:, None], t, FEATURES)
 
 
 @jit

@@ -46,10 +46,10 @@ BOUND = {torch.float32: 1e-5, torch.float16: 1.25e-3, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an operator, and what it must give."""
+    """One call of an operator, and what the definition gives in a precision."""
 
     call: Callable[[], Results]
-    expected: Callable[[], Results]
+    expected: Callable[[torch.dtype], Results]
 
 
 class Draw:
@@ -87,7 +87,7 @@ def case(row: Row, device: torch.device, tiny: bool, dtype: torch.dtype = torch.
 
 def wrong(case: Case) -> str:
     """What is wrong with a case's results, compared with the definition's; nothing: ""."""
-    for actual, expected in zip(case.call(), case.expected(), strict=True):
+    for actual, expected in zip(case.call(), case.expected(torch.float32), strict=True):
         wide = expected.double()
         error = float((actual.double() - wide).norm() / wide.norm())
         if not error < BOUND.get(actual.dtype, BOUND[torch.float32]):
@@ -95,18 +95,20 @@ def wrong(case: Case) -> str:
     return ""
 
 
-def _wide(tensors: Sequence[Tensor]) -> Results:
-    return tuple(each.float() for each in tensors)
+def _to(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Results:
+    return tuple(each.to(dtype) for each in tensors)
 
 
 def _against(function: Callable[..., Tensor], call: Callable[[], Results], *inputs: Tensor) -> Case:
     """The case of a forward pass whose definition is `function`."""
-    return Case(call, lambda: (function(*_wide(inputs)),))
+    return Case(call, lambda dtype: (function(*_to(dtype, inputs)),))
 
 
-def _gradients(function: Callable[..., Tensor], dout: Tensor, *inputs: Tensor) -> Results:
-    leaves = [x.detach().float().requires_grad_() for x in inputs]
-    return torch.autograd.grad(function(*leaves), leaves, dout.float())
+def _gradients(
+    dtype: torch.dtype, function: Callable[..., Tensor], dout: Tensor, *inputs: Tensor
+) -> Results:
+    leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+    return torch.autograd.grad(function(*leaves), leaves, dout.to(dtype))
 
 
 def _attention_options(key: dict[str, Any], s: int, b: int, device: torch.device) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def _attention(draw: Draw, key: dict[str, Any], kernel: str) -> Case:
     out, _ = attend(*leaves, deterministic=kernel != "dkv_dq")
     return Case(
         lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
-        lambda: _gradients(definition, dout, *leaves),
+        lambda dtype: _gradients(dtype, definition, dout, *leaves),
     )
 
 
@@ -179,7 +181,7 @@ def _activation(draw: Draw, key: dict[str, Any], direction: str) -> Case:
         return _against(definition, lambda: (call(),), *operands)
     return Case(
         lambda: activation.activation_backward(dy, x, bias, kind)[: len(operands)],
-        lambda: _gradients(definition, dy, *operands),
+        lambda dtype: _gradients(dtype, definition, dy, *operands),
     )
 
 
@@ -207,7 +209,7 @@ def _adamw(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
         master, _, *moments = state
         return (master, *moments) if out is None else (master, *moments, out)
 
-    def expected() -> Results:
+    def expected(dtype: torch.dtype) -> Results:
         found = adamw.adamw_reference(*before, zero, one, zero, **numbers)
         return found if out is None else (*found, found[0])
 
@@ -238,8 +240,8 @@ def _cross_entropy(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
         )
         return lse - target, logits
 
-    def expected() -> Results:
-        wide = before.float().requires_grad_()
+    def expected(dtype: torch.dtype) -> Results:
+        wide = before.to(dtype, copy=True).requires_grad_()
         loss, _ = cross_entropy.cross_entropy_reference(wide, labels, columns, softcap)
         return loss.detach(), *torch.autograd.grad(loss.sum(), wide)
 
@@ -258,10 +260,12 @@ def _dropout(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
         torch.arange(s, device=draw.device),
     )
 
-    def expected() -> Results:
-        wide, added = x.float(), residual.float()
+    def expected(dtype: torch.dtype) -> Results:
+        wide, added = _to(dtype, (x, residual))
         both = dropout.dropout_add_reference(wide, added, samples, tokens, KEY, drop)
-        return both, both - added
+        zeros = torch.zeros_like(wide)
+        alone = dropout.dropout_add_reference(wide, zeros, samples, tokens, KEY, drop)
+        return both, alone
 
     return Case(
         lambda: (
@@ -283,7 +287,7 @@ def _fp8(draw: Draw, key: dict[str, Any], part: str) -> Case:
         found = fp8.quantise(x, kind, scaling, transposed=turned)
         return tuple(each.float() if draw.tiny else each for each in found if each is not None)
 
-    def expected() -> Results:
+    def expected(dtype: torch.dtype) -> Results:
         sources = (x, x.t()) if turned else (x,)
         return tuple(
             each.float()
@@ -300,7 +304,7 @@ def _grad_norm(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
     pieces = [draw(size, dtype=dtype) for _ in range(key.get("pieces", 1))]
     return Case(
         lambda: (grad_norm.sum_of_squares(pieces),),
-        lambda: (grad_norm.sum_of_squares_reference(pieces),),
+        lambda _: (grad_norm.sum_of_squares_reference(pieces),),
     )
 
 
@@ -320,7 +324,7 @@ def _grouped_gemm(draw: Draw, key: dict[str, Any], what: str) -> Case:
 
     return Case(
         lambda: products(grouped_gemm.grouped_gemm, x, dy, weight),
-        lambda: products(grouped_gemm.grouped_gemm_reference, *_wide((x, dy, weight))),
+        lambda dtype: products(grouped_gemm.grouped_gemm_reference, *_to(dtype, (x, dy, weight))),
     )
 
 
@@ -333,9 +337,10 @@ def _grouped_weight(
         grouped_gemm.grouped_weight_grad_(grad, dy, x, ends, key.get("overwrite", True))
         return (grad,)
 
-    return Case(
-        add, lambda: (grouped_gemm.grouped_weight_grad_reference(dy.float(), x.float(), ends),)
-    )
+    def expected(dtype: torch.dtype) -> Results:
+        return (grouped_gemm.grouped_weight_grad_reference(*_to(dtype, (dy, x)), ends),)
+
+    return Case(add, expected)
 
 
 def _initialise(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
@@ -348,7 +353,7 @@ def _initialise(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
         initialise.normal_(out, *KEY, 5, skip, std)
         return (out,)
 
-    def expected() -> Results:
+    def expected(dtype: torch.dtype) -> Results:
         other = torch.empty_like(out)
         initialise.normal_reference(other, KEY, 5, skip, std)
         return (other,)
@@ -389,9 +394,9 @@ def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
     if not added:
         return _against(definition, lambda: norm.norm(x, *pair, eps)[:1], x, *parameters)
 
-    def expected() -> Results:
-        total = (x + other).float()
-        return definition(total, *_wide(parameters)), total
+    def expected(dtype: torch.dtype) -> Results:
+        total = (x + other).to(dtype)
+        return definition(total, *_to(dtype, parameters)), total
 
     return Case(lambda: norm.add_norm(x, other, *pair, eps)[:2], expected)
 
@@ -410,9 +415,9 @@ def _norm_backward(
         dx, gradients = norm.norm_backward(dy, x, parameters[0], statistics, dtotal)
         return dx, *gradients
 
-    def expected() -> Results:
-        dx, *rest = _gradients(definition, dy, x, *parameters)
-        return dx if dtotal is None else dx + dtotal.float(), *rest
+    def expected(dtype: torch.dtype) -> Results:
+        dx, *rest = _gradients(dtype, definition, dy, x, *parameters)
+        return dx if dtotal is None else dx + dtotal.to(dtype), *rest
 
     return Case(call, expected)
 
@@ -435,7 +440,9 @@ def _qk_norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
     y, statistics = qk_norm.qk_norm(qkv, *given, eps)
 
     def definition(qkv: Tensor, *parameters: Tensor) -> Tensor:
-        return qk_norm.qk_norm_reference(qkv, parameters[:2], parameters[2:] or None, tables, eps)
+        weights, biases = parameters[:2], parameters[2:] or None
+        angles = tables and _to(torch.promote_types(qkv.dtype, torch.float32), tables)
+        return qk_norm.qk_norm_reference(qkv, weights, biases, angles, eps)
 
     if direction == "forward":
         call = partial(qk_norm.qk_norm, qkv, *given, eps)
@@ -445,7 +452,7 @@ def _qk_norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
         dx, gradients = qk_norm.qk_norm_backward(dy, qkv, *parameters[:2], *given[4:], statistics)
         return dx, *gradients
 
-    return Case(backward, lambda: _gradients(definition, dy, qkv, *parameters))
+    return Case(backward, lambda dtype: _gradients(dtype, definition, dy, qkv, *parameters))
 
 
 def _tables(draw: Draw, s: int, b: int, d: int) -> tuple[Tensor, Tensor]:
@@ -467,13 +474,17 @@ def _rotary(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
     x = draw(s, b, n, d) if m is None else draw(s, b, key["g"], m + 2, d)[:, :, :, : m + 1]
     cos, sin = _tables(draw, s, b, key.get("rotary", d))
     direction = key.get("direction", 1)
-    before = x.flatten(2, -2).to(torch.float32, copy=True)
+    before = x.flatten(2, -2).clone()
 
     def call() -> Results:
         rotary.rotary_(x, cos, sin, direction)
         return (x.flatten(2, -2),)
 
-    return Case(call, lambda: (rotary.rotary_reference(before, cos, sin, direction),))
+    def expected(dtype: torch.dtype) -> Results:
+        tables = _to(torch.promote_types(dtype, torch.float32), (cos, sin))
+        return (rotary.rotary_reference(before.to(dtype), *tables, direction),)
+
+    return Case(call, expected)
 
 
 CASES: dict[str, Callable[[Draw, dict[str, Any], str], Case]] = {

@@ -93,21 +93,6 @@ def read(text: str) -> list[Row]:
     return [Row(**each) for each in json.loads(text)]
 
 
-def write(rows: Iterable[Row]) -> str:
-    """JSON, a row a line."""
-
-    def line(row: Row) -> str:
-        return json.dumps(
-            {
-                name: value
-                for name, value in vars(row).items()
-                if value or name in ("key", "numbers")
-            }
-        )
-
-    return "[\n" + ",\n".join(line(row) for row in rows) + "\n]\n"
-
-
 def index(rows: Iterable[Row]) -> Index:
     """By operator and key, then by architecture. Raises ValueError for two rows of one place."""
     table: Index = {}
@@ -128,3 +113,12 @@ def find(operator: str, capability: int, **key: Any) -> Row:
     """The row of an operator that serves a GPU of this capability (major * 10 + minor)."""
     place = TABLE[operator, frozenset(key.items())]
     return place[max(arch for arch in place if arch <= capability)]
+
+
+def columns_launch(operator: str, width: int, capability: int, least: int = 128) -> KernelLaunch:
+    """Of an operator whose programs take a row's columns, from `least` to the most of the table at
+    once.
+    """
+    row = find(operator, capability)
+    block = min(max(1 << max(width - 1, 0).bit_length(), least), row.numbers["block"])
+    return KernelLaunch(row, block, max(block // (32 * row.numbers["per_thread"]), 1))

@@ -25,9 +25,9 @@ the forward pass, at 2.8 TB/s.
 from __future__ import annotations
 
 import torch
-from megatron.kernels.configurations import KernelLaunch, find
+from megatron.kernels.configurations import KernelLaunch, columns_launch
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
+from megatron.kernels.lang import HOPPER, capability, jit, operator, tl
 from torch import Tensor
 
 
@@ -139,9 +139,7 @@ def configuration(width: int, arch: int = HOPPER) -> KernelLaunch:
     """Sixteen elements a thread: two loads of 16 bytes in flight in bf16, and registers for eight
     blocks of eight warps on a multiprocessor.
     """
-    row = find("cross_entropy", arch)
-    block = min(row.numbers["block"], max(512, triton.next_power_of_2(width)))
-    return KernelLaunch(row, block, block // (32 * row.numbers["per_thread"]))
+    return columns_launch("cross_entropy", width, arch, least=512)
 
 
 @operator("cross_entropy_parts")
@@ -170,9 +168,9 @@ def cross_entropy_parts(
     return parts
 
 
-@cross_entropy_parts.register_fake
-def _(logits: Tensor, labels: Tensor, columns: int, softcap: float | None) -> Tensor:
-    return torch.empty((3, logits.shape[0]), dtype=torch.float32, device=logits.device)
+cross_entropy_parts.register_fake(
+    lambda logits, *_: logits.new_empty((3, logits.shape[0]), dtype=torch.float32)
+)
 
 
 @operator("cross_entropy_backward_", mutates_args=("logits",))

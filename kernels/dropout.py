@@ -17,11 +17,10 @@ issue enough for 1.1e12 and 1.25e12 elements a second; memory feeds 0.72e12 and 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.kernels import philox
-from megatron.kernels.configurations import KernelLaunch, find
+from megatron.kernels.configurations import KernelLaunch, columns_launch
 from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
 from megatron.kernels.random import keep_tile
@@ -46,9 +45,7 @@ def dropout_add_reference(
 
 def configuration(width: int, arch: int = HOPPER) -> KernelLaunch:
     """16 elements a thread."""
-    row = find("dropout", arch)
-    block = min(max(triton.next_power_of_2(width), 128), row.numbers["block"])
-    return KernelLaunch(row, block, max(block // (32 * row.numbers["per_thread"]), 1))
+    return columns_launch("dropout", width, arch)
 
 
 @partial(jit, do_not_specialize=("k0", "k1", "threshold"))
@@ -127,6 +124,4 @@ def dropout_add(
     return y
 
 
-@dropout_add.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
+dropout_add.register_fake(lambda x, *_: x.new_empty(x.shape))

@@ -29,7 +29,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from megatron.kernels.configurations import KernelLaunch, find
+from megatron.kernels.configurations import KernelLaunch, columns_launch, find
 from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
 from torch import Tensor
@@ -224,9 +224,7 @@ def tile_kernel(
 
 def row_configuration(n: int, arch: int = HOPPER) -> KernelLaunch:
     """Of a row's program."""
-    row = find("fp8 rows", arch)
-    columns = min(max(triton.next_power_of_2(n), 128), row.numbers["block"])
-    return KernelLaunch(row, columns, max(columns // (32 * row.numbers["per_thread"]), 1))
+    return columns_launch("fp8 rows", n, arch)
 
 
 @operator("maxima_fp8")

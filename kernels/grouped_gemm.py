@@ -62,6 +62,62 @@ def tile_of_rows(ends, experts, tile, EXPERTS: tl.constexpr, M: tl.constexpr):
 
 
 @jit
+def tile_of_program(
+    ends,
+    experts,
+    width,
+    tiles,
+    EXPERTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """(expert, first row, end of the expert's rows, first column) of this program's tile; GROUP
+    tiles of rows follow each other.
+    """
+    program, across = tl.program_id(0), tl.cdiv(width, N)
+    first = program // (GROUP * across) * GROUP
+    height = tl.minimum(tiles - first, GROUP)
+    place = program % (GROUP * across)
+    expert, row, end = tile_of_rows(ends, experts, first + place % height, EXPERTS, M)
+    return expert, row, end, place // height * N
+
+
+@jit
+def load_block(pointers, first_known, second_known):
+    """A block of elements, zeros where either mask is false."""
+    return tl.load(pointers, mask=first_known & second_known, other=0.0)
+
+
+@jit
+def sum_over_columns(at_x, at_w, step_w, known, columns_known, inner, K: tl.constexpr):
+    """x [M, inner] times w [inner, N], K columns of x at a time: at_x [M, K] and at_w [K, N] are
+    the first blocks' pointers, `known` and `columns_known` which rows of x and columns of w exist.
+    """
+    k = tl.arange(0, K)
+    total = tl.zeros([at_x.shape[0], at_w.shape[1]], tl.float32)
+    for start in tl.range(0, inner, K):
+        there = k < inner - start
+        a = load_block(at_x, known[:, None], there[None, :])
+        b = load_block(at_w, there[:, None], columns_known[None, :])
+        total = tl.dot(a, b, total, input_precision="ieee")
+        at_x += K
+        at_w += step_w
+    return total
+
+
+@jit
+def of_matrix(weight, expert, width, inner, k, columns, TURNED: tl.constexpr):
+    """Pointers [K, N] to these rows and columns of an expert's matrix [inner, width]."""
+    matrix = weight + expert.to(tl.int64) * width * inner
+    if TURNED:
+        at = matrix + columns.to(tl.int64)[None, :] * inner + k[:, None]
+    else:
+        at = matrix + k.to(tl.int64)[:, None] * width + columns[None, :]
+    return at
+
+
+@jit
 def rows_kernel(
     x,
     weight,
@@ -81,31 +137,33 @@ def rows_kernel(
     """A tile [M, N] of y [rows, width] = x [rows, inner] times each row's matrix, which in memory
     is [width, inner] where it is TURNED, else [inner, width].
     """
-    program, across = tl.program_id(0), tl.cdiv(width, N)
-    first = program // (GROUP * across) * GROUP
-    height = tl.minimum(tiles - first, GROUP)
-    place = program % (GROUP * across)
-    expert, row, end = tile_of_rows(ends, experts, first + place % height, EXPERTS, M)
+    expert, row, end, column = tile_of_program(ends, experts, width, tiles, EXPERTS, GROUP, M, N)
     if expert < experts:
-        rows = row + tl.arange(0, M)
-        columns = place // height * N + tl.arange(0, N)
+        rows, columns = row + tl.arange(0, M), column + tl.arange(0, N)
         k = tl.arange(0, K)
         at_x = x + rows.to(tl.int64)[:, None] * inner + k[None, :]
-        matrix = weight + expert.to(tl.int64) * width * inner
-        if TURNED:
-            at_w = matrix + columns.to(tl.int64)[None, :] * inner + k[:, None]
-        else:
-            at_w = matrix + k.to(tl.int64)[:, None] * width + columns[None, :]
-        total = tl.zeros([M, N], tl.float32)
-        for start in tl.range(0, inner, K):
-            there = k < inner - start
-            a = tl.load(at_x, mask=(rows < end)[:, None] & there[None, :], other=0.0)
-            b = tl.load(at_w, mask=there[:, None] & (columns < width)[None, :], other=0.0)
-            total = tl.dot(a, b, total, input_precision="ieee")
-            at_x += K
-            at_w += K if TURNED else K * width
+        at_w = of_matrix(weight, expert, width, inner, k, columns, TURNED)
+        step_w = K if TURNED else K * width
+        total = sum_over_columns(at_x, at_w, step_w, rows < end, columns < width, inner, K)
         out = y + rows.to(tl.int64)[:, None] * width + columns[None, :]
         store_rounded(out, total, (rows < end)[:, None] & (columns < width)[None, :])
+
+
+@jit
+def sum_over_rows(dy, x, start, end, above, within, width, inner, K: tl.constexpr):
+    """dy^T x [M, N] of the rows from start to end, K at a time: columns `above` [M] of dy [rows,
+    width] and `within` [N] of x [rows, inner].
+    """
+    total = tl.zeros([above.shape[0], within.shape[0]], tl.float32)
+    for row in tl.range(start, end, K):
+        rows = (row + tl.arange(0, K)).to(tl.int64)
+        known = rows < end
+        at_dy = dy + rows[None, :] * width + above[:, None]
+        a = load_block(at_dy, known[None, :], (above < width)[:, None])
+        at_x = x + rows[:, None] * inner + within[None, :]
+        b = load_block(at_x, known[:, None], (within < inner)[None, :])
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
 
 
 @jit
@@ -122,7 +180,7 @@ def weight_kernel(
     K: tl.constexpr,
 ):
     """A tile [M, N] of one expert's grad [width, inner], the sum over its rows of dy [rows, width]
-    times x [rows, inner], K rows at a time.
+    times x [rows, inner].
     """
     across = tl.cdiv(inner, N)
     tiles = tl.cdiv(width, M) * across
@@ -131,21 +189,7 @@ def weight_kernel(
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     above = place // across * M + tl.arange(0, M)
     within = place % across * N + tl.arange(0, N)
-    total = tl.zeros([M, N], tl.float32)
-    for row in tl.range(start, end, K):
-        rows = (row + tl.arange(0, K)).to(tl.int64)
-        known = rows < end
-        a = tl.load(
-            dy + rows[None, :] * width + above[:, None],
-            mask=known[None, :] & (above < width)[:, None],
-            other=0.0,
-        )
-        b = tl.load(
-            x + rows[:, None] * inner + within[None, :],
-            mask=known[:, None] & (within < inner)[None, :],
-            other=0.0,
-        )
-        total = tl.dot(a, b, total, input_precision="ieee")
+    total = sum_over_rows(dy, x, start, end, above, within, width, inner, K)
     out = grad + (expert.to(tl.int64) * width + above)[:, None] * inner + within[None, :]
     inside = (above < width)[:, None] & (within < inner)[None, :]
     if not OVERWRITE:
@@ -205,9 +249,9 @@ def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tenso
     return y
 
 
-@grouped_gemm.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1 if turned else 2]))
+grouped_gemm.register_fake(
+    lambda x, weight, _, turned: x.new_empty((x.shape[0], weight.shape[1 if turned else 2]))
+)
 
 
 @operator("grouped_weight_grad_", mutates_args=("grad",))

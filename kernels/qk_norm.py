@@ -35,7 +35,13 @@ from megatron.kernels.lang import (
     tl,
     triton,
 )
-from megatron.kernels.norm import norm_reference, normed_rows, row_means, tile_of_rows
+from megatron.kernels.norm import (
+    norm_reference,
+    normed_rows,
+    row_means,
+    store_parameter_gradients,
+    tile_of_rows,
+)
 from megatron.kernels.rotary import rotary_reference
 from torch import Tensor
 
@@ -81,13 +87,28 @@ def partner(channel, HALF: tl.constexpr):
 
 
 @jit
-def load_angles(table, row, per_token, batch, table_s, table_b, at, inside, width):
-    """A table's entries [ROWS, BLOCK] at the channels `at` of the tokens of these heads; zeros
+def angles_of(row, per_token, batch, table_s, table_b):
+    """Where in a table the angles of each head's token begin [ROWS]."""
+    token = row // per_token
+    return (token // batch).to(tl.int64) * table_s + (token % batch) * table_b
+
+
+@jit
+def load_angles(table, begin, at, inside, width):
+    """A table's entries [ROWS, BLOCK] at the channels `at` of the tokens that begin there; zeros
     outside and for channels from `width` on.
     """
-    token = row // per_token
-    start = (token // batch).to(tl.int64) * table_s + (token % batch) * table_b
-    return load_fp32(table + start[:, None] + at[None, :], inside & (at < width)[None, :])
+    return load_fp32(table + begin[:, None] + at[None, :], inside & (at < width)[None, :])
+
+
+@jit
+def turned(z, paired, cos, sin, begin, channel, of_sine, inside, HALF: tl.constexpr):
+    """z [ROWS, BLOCK] with the channels that turn turned: `paired` are the other channels of their
+    pairs, `of_sine` the channels whose sines are taken.
+    """
+    turn = load_angles(cos, begin, channel, inside, 2 * HALF)
+    cross = load_angles(sin, begin, of_sine, inside, 2 * HALF)
+    return tl.where((channel < 2 * HALF)[None, :], z * turn + paired * cross, z)
 
 
 @jit
@@ -95,6 +116,17 @@ def load_parameters(of_queries, of_keys, is_key, at, known):
     """Weights or biases [ROWS, BLOCK] of each row's own norm, at the channels `at`."""
     q, k = load_fp32(of_queries + at, known)[None, :], load_fp32(of_keys + at, known)[None, :]
     return tl.where(is_key[:, None], k, q)
+
+
+@jit
+def scaled_heads(value, rstd, weights, biases, is_key, at, known, CENTRE: tl.constexpr):
+    """y of z = value rstd [ROWS, BLOCK] by each row's own weights and, LayerNorm, biases, those of
+    (queries, keys), at the channels `at`.
+    """
+    z = value * rstd[:, None] * load_parameters(weights[0], weights[1], is_key, at, known)
+    if CENTRE:
+        z += load_parameters(biases[0], biases[1], is_key, at, known)
+    return z
 
 
 @jit
@@ -136,44 +168,16 @@ def forward_kernel(
         value = tl.where(inside, raw - mean[:, None], 0)
     rstd = tl.rsqrt(row_means(value * value, width) + eps)
     tl.store(statistics + row, rstd, mask=row < rows)
-    z = value * rstd[:, None] * load_parameters(q_weight, k_weight, is_key, channel, known)
-    if CENTRE:
-        z += load_parameters(q_bias, k_bias, is_key, channel, known)
+    weights, biases = (q_weight, k_weight), (q_bias, k_bias)
+    z = scaled_heads(value, rstd, weights, biases, is_key, channel, known, CENTRE)
     if TURN:
         other = partner(channel, HALF)
         paired = load_fp32(start + other[None, :], inside) - mean[:, None]
-        paired = paired * rstd[:, None] * load_parameters(q_weight, k_weight, is_key, other, known)
-        if CENTRE:
-            paired += load_parameters(q_bias, k_bias, is_key, other, known)
-        turn = load_angles(cos, row, per_token, batch, table_s, table_b, channel, inside, 2 * HALF)
-        cross = load_angles(sin, row, per_token, batch, table_s, table_b, channel, inside, 2 * HALF)
-        z = tl.where((channel < 2 * HALF)[None, :], z * turn + paired * cross, z)
+        paired = scaled_heads(paired, rstd, weights, biases, is_key, other, known, CENTRE)
+        begin = angles_of(row, per_token, batch, table_s, table_b)
+        z = turned(z, paired, cos, sin, begin, channel, channel, inside, HALF)
     z = tl.where(is_value[:, None], raw, z)
     store_rounded(y + (row.to(tl.int64) * width)[:, None] + channel[None, :], z, inside)
-
-
-@jit
-def turned_back(
-    dy,
-    grad,
-    start,
-    row,
-    cos,
-    sin,
-    per_token,
-    batch,
-    table_s,
-    table_b,
-    inside,
-    channel,
-    HALF: tl.constexpr,
-):
-    """dz [ROWS, BLOCK] of turned heads' `grad`, which begin at dy + start [ROWS, 1]."""
-    other = partner(channel, HALF)
-    paired = load_fp32(dy + start + other[None, :], inside)
-    turn = load_angles(cos, row, per_token, batch, table_s, table_b, channel, inside, 2 * HALF)
-    cross = load_angles(sin, row, per_token, batch, table_s, table_b, other, inside, 2 * HALF)
-    return tl.where((channel < 2 * HALF)[None, :], grad * turn + paired * cross, grad)
 
 
 @jit
@@ -219,21 +223,10 @@ def backward_kernel(
         raw = load_fp32(dy + start + channel[None, :], inside)
         grad = raw
         if TURN:
-            grad = turned_back(
-                dy,
-                raw,
-                start,
-                row,
-                cos,
-                sin,
-                per_token,
-                batch,
-                table_s,
-                table_b,
-                inside,
-                channel,
-                HALF,
-            )
+            other = partner(channel, HALF)
+            paired = load_fp32(dy + start + other[None, :], inside)
+            begin = angles_of(row, per_token, batch, table_s, table_b)
+            grad = turned(raw, paired, cos, sin, begin, channel, other, inside, HALF)
         value = load_fp32(x + start + channel[None, :], inside)
         normed, rstd = normed_rows(value, statistics, row, rows, inside, CENTRE)
         if CENTRE:
@@ -247,13 +240,10 @@ def backward_kernel(
             change += row_means(grad, width)[:, None]
         result = tl.where(is_value, raw, (grad - change) * rstd)
         store_rounded(dx + start + channel[None, :], result, inside)
-    mine = partials + tl.program_id(0) * width + channel
-    kind = tl.num_programs(0) * width
-    tl.store(mine, dweight_q, mask=known)
-    tl.store(mine + kind, dweight_k, mask=known)
+    store_parameter_gradients(partials, dweight_q, dweight_k, channel, width, 0, True)
     if CENTRE:
-        tl.store(mine + 2 * kind, dbias_q, mask=known)
-        tl.store(mine + 3 * kind, dbias_k, mask=known)
+        of_biases = partials + 2 * tl.num_programs(0) * width
+        store_parameter_gradients(of_biases, dbias_q, dbias_k, channel, width, 0, True)
 
 
 def _shared(
@@ -284,15 +274,10 @@ def _shared(
 
 
 def _check(qkv: Tensor, *parameters: Tensor | None) -> None:
-    assert qkv.dim() == 5 and qkv.is_contiguous() and qkv.dtype != torch.float64, (
-        qkv.shape,
-        qkv.stride(),
-        qkv.dtype,
-    )
-    for parameter in parameters:
-        assert parameter is None or (
-            parameter.shape == qkv.shape[-1:] and parameter.dtype == qkv.dtype
-        )
+    assert qkv.dtype != torch.float64, "float64: the definition serves it"
+    assert qkv.dim() == 5 and qkv.is_contiguous()
+    for each in parameters:
+        assert each is None or (each.shape, each.dtype) == (qkv.shape[-1:], qkv.dtype)
 
 
 @operator("qk_norm")
@@ -328,11 +313,7 @@ def qk_norm(
     return y, statistics
 
 
-@qk_norm.register_fake
-def _(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, q_bias: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor]:
-    return _room_for_forward(qkv, q_bias)
+qk_norm.register_fake(lambda qkv, q, k, q_bias, *_: _room_for_forward(qkv, q_bias))
 
 
 def _room_for_forward(qkv: Tensor, q_bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -105,20 +105,22 @@ def drop_of_head(samples, b, head, k0, k1, threshold, inverse_keep, DROPOUT: tl.
 
 
 @jit
-def drop_scores(x, drop, query, fours, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """x [QUERIES, KEYS] as dropout leaves it: what is kept times 1 / (1 - drop). `drop` is what
+def drop_scores(x, drop, query, fours):
+    """x [queries, keys] as dropout leaves it: what is kept times 1 / (1 - drop). `drop` is what
     drop_of_head gives.
     """
     sample, head, k0, k1, threshold, inverse_keep = drop
-    keep = keep_scores(sample, head, query, fours, k0, k1, threshold, QUERIES, KEYS)
+    keep = keep_scores(sample, head, query, fours, k0, k1, threshold, x.shape[0], x.shape[1])
     return tl.where(keep, x * inverse_keep, 0.0)
 
 
 @jit
-def drop_scores_transposed(x, y, drop, query, fours, KEYS: tl.constexpr, QUERIES: tl.constexpr):
-    """x and y [KEYS, QUERIES] as dropout leaves them, both by the mask of one tile of scores."""
+def drop_scores_transposed(x, y, drop, query, fours):
+    """x and y [keys, queries] as dropout leaves them, both by the mask of one tile of scores."""
     sample, head, k0, k1, threshold, inverse_keep = drop
-    keep = keep_scores_transposed(sample, head, query, fours, k0, k1, threshold, KEYS, QUERIES)
+    keep = keep_scores_transposed(
+        sample, head, query, fours, k0, k1, threshold, x.shape[0], x.shape[1]
+    )
     return tl.where(keep, x * inverse_keep, 0.0), tl.where(keep, y * inverse_keep, 0.0)
 
 

@@ -113,32 +113,29 @@ class _Child:
         self.log.close()
 
     def answers(self) -> Iterator[str]:
-        """The fault of each variant, "" where there is none, until the process ends; then `end` has
-        the reason.
+        """The fault of each variant, "" where there is none, until all have been computed, or the
+        process ends or is silent for too long; then `end` has the reason.
         """
-        for line in self._lines():
-            if line == READY:
-                self.ready = True
-            else:
-                yield line["fault"]
-                self.count -= 1
-            if not self.count:
-                return
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        """What the process writes, until it ends or is silent for too long."""
         assert self.process.stdout is not None
         pipe, text = self.process.stdout.fileno(), b""
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
-            while selector.select(limit := LIMIT_S if self.ready else START_LIMIT_S):
+            while self.count or not self.ready:
+                limit = LIMIT_S if self.ready else START_LIMIT_S
+                if not selector.select(limit):
+                    self.end = f"no result after {limit:g} s"
+                    return
                 data = os.read(pipe, 1 << 16)
                 if not data:
                     self.end = self._reason()
                     return
                 *lines, text = (text + data).split(b"\n")
-                yield from map(json.loads, lines)
-        self.end = f"no result after {limit:g} s"
+                for line in map(json.loads, lines):
+                    if line == READY:
+                        self.ready = True
+                        continue
+                    yield line["fault"]
+                    self.count -= 1
 
     def _reason(self) -> str:
         """How the process ended, with the last line that it logged."""

@@ -19,15 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.kernels import lang
-from megatron.kernels.attention_backward import (
-    add_parts,
-    heads_of_a_program,
-    prepared,
-    room_for_gradients,
-    room_for_parts,
-)
-from megatron.kernels.attention_launch import Options, columns, section
-from megatron.kernels.attention_masks import TILE, AttentionMask
+from megatron.kernels.attention_backward import Room, add_parts, make_room, prepare
+from megatron.kernels.attention_launch import Options, columns, features, section
+from megatron.kernels.attention_masks import AttentionMask
 from megatron.kernels.candidates.gluon_dkv import dkv_kernel
 from megatron.kernels.candidates.gluon_dq import dq_kernel
 from megatron.kernels.candidates.gluon_forward import (
@@ -46,13 +40,14 @@ KEYS = CONSUMERS * ROWS  # that one program takes
 @dataclass(frozen=True)
 class GradientLayout:
     """How a block of threads is laid out: rows of a block that it goes over, buffers in the ring,
-    registers of a thread in a consumer and in the producer.
+    registers of a thread in a consumer and in the producer, and how many consumers there are.
     """
 
     block: int
     stages: int
     registers: int
     producer_registers: int
+    consumers: int = CONSUMERS
 
 
 def configuration(kernel: str, d: int) -> GradientLayout:
@@ -65,22 +60,6 @@ def _lines(x: Tensor, count: int) -> Any:
     rows = x.flatten(0, 1)
     layout = gl.NVMMASharedLayout.get_default_for([1, count], gl.float32)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, count], layout)
-
-
-def fixed(
-    layout: GradientLayout, block: str, causal: bool, window: int | None, documents: bool
-) -> dict[str, Any]:
-    """The arguments that are compiled in; `block` is the name of the rows that the ring takes."""
-    return {
-        "CAUSAL": causal,
-        "WINDOW": window or 0,
-        "TABLE": TILE if documents else 0,
-        block: layout.block,
-        "PARTS": CONSUMERS,
-        "STAGES": layout.stages,
-        "REGISTERS": layout.registers,
-        "PRODUCER_REGISTERS": layout.producer_registers,
-    }
 
 
 def backward(
@@ -97,65 +76,54 @@ def backward(
     """
     assert qkv[0].shape[-1] <= 128 and mask.q_positions is None
     assert options.softcap is None and options.drop == 0
-    gradients, (dq, dk, dv) = room_for_gradients(qkv)
-    call = prepared(dout, dlse, out, lse, qkv, mask, options, None)
-    _launch_dkv(call, dk, dv)
-    _launch_dq(call, dq)
-    return gradients
+    room = make_room(dout, out, lse, qkv, KEYS, deterministic=True)
+    rows = prepare(room, lse, dlse)
+    shared = {"heads": lse.shape[1], "group": room.q.shape[2], "scale": options.scale}
+    shared |= {"starts": mask.document_starts, "FEATURES": features(mask, options), "num_warps": 4}
+    _launch_dkv(room, shared | {"table": mask.by_key})
+    _launch_dq(room, shared | rows | {"table": mask.by_query})
+    return room.gradients
 
 
-def _launch_dkv(call: Any, dk: Tensor, dv: Tensor) -> None:
-    """dk and dv [t, b g, d] of a prepared call."""
-    (s, _, m, d), (t, groups, _), mask = call.q.shape, call.k.shape, call.mask
+def _launch_dkv(room: Room, shared: dict[str, Any]) -> None:
+    """Fill dk and dv."""
+    (s, _, m, d), (t, groups, _) = room.q.shape, room.k.shape
     layout = configuration("dkv", d)
-    programs = -(-t // KEYS) * groups
-    members = heads_of_a_program(programs, m, lang.multiprocessors(call.q.device))
-    parts = [room_for_parts(x, m // members) for x in (dk, dv)]
-    dkv_kernel[(programs * (m // members),)](
-        described(call.q, layout.block),
-        described(call.k.unsqueeze(2), ROWS),
-        described(call.v.unsqueeze(2), ROWS),
-        described(call.dout, layout.block),
-        *(described(x.unsqueeze(2), ROWS) for x in parts),
-        *(_lines(call.shared[name], layout.block) for name in ("base", "delta")),
-        mask.by_key,
-        mask.document_starts,
+    held = (x.unsqueeze(2) for x in (room.k, room.v, room.dk_parts, room.dv_parts))
+    k, v, dk, dv = (described(x, ROWS) for x in held)
+    dkv_kernel[(-(-t // KEYS) * groups * (m // room.members),)](
+        described(room.q, layout.block),
+        k,
+        v,
+        described(room.dout, layout.block),
+        dk,
+        dv,
+        _lines(room.base, layout.block),
+        _lines(room.delta, layout.block),
         s=s,
         t=t,
-        heads=call.shared["heads"],
-        group=m,
-        members=members,
-        section=section(s, d, call.q.dtype),
-        scale=call.options.scale,
-        **fixed(layout, "M", mask.causal, mask.window, mask.document_starts is not None),
-        num_warps=4,
+        members=room.members,
+        section=section(s, d, room.q.dtype),
+        LAYOUT=layout,
+        **shared,
     )
-    for part, whole in zip(parts, (dk, dv), strict=True):
-        add_parts(part, whole)
+    add_parts(room)
 
 
-def _launch_dq(call: Any, dq: Tensor) -> None:
-    """dq [s, b g, m, d] of a prepared call."""
-    (s, groups, m, d), t, mask = call.q.shape, len(call.k), call.mask
+def _launch_dq(room: Room, shared: dict[str, Any]) -> None:
+    """Fill dq."""
+    (s, groups, m, d), t = room.q.shape, len(room.k)
     layout = configuration("dq", d)
     dq_kernel[(-(-s // (CONSUMERS * ROWS)) * groups * m,)](
-        described(call.q, ROWS),
-        described(call.k.unsqueeze(2), layout.block),
-        described(call.v.unsqueeze(2), layout.block),
-        described(call.dout, ROWS),
-        described(dq, ROWS),
-        call.shared["base"],
-        call.shared["delta"],
-        mask.by_query,
-        mask.document_starts,
+        described(room.q, ROWS),
+        described(room.k.unsqueeze(2), layout.block),
+        described(room.v.unsqueeze(2), layout.block),
+        described(room.dout, ROWS),
+        described(room.dq, ROWS),
         s=s,
         t=t,
-        heads=call.shared["heads"],
-        group=m,
         members=m,
-        section=section(t, d, call.q.dtype, m),
-        padded=call.shared["padded"],
-        scale=call.options.scale,
-        **fixed(layout, "N", mask.causal, mask.window, mask.document_starts is not None),
-        num_warps=4,
+        section=section(t, d, room.q.dtype, m),
+        LAYOUT=layout,
+        **shared,
     )

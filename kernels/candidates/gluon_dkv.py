@@ -64,15 +64,7 @@ def add_product(total, factor, tile, O: gl.constexpr):
 
 
 @jit
-def _keys_of_program(
-    table,
-    sizes,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
-):
+def _keys_of_program(table, sizes, M: gl.constexpr, N: gl.constexpr, FEATURES: gl.constexpr):
     """((head among all parts, sample, key head, first member), first key, (span, edges, steps)) of
     this block of threads: the first keys start first, which have the most queries.
     """
@@ -81,42 +73,43 @@ def _keys_of_program(
     block, head = schedule(gl.program_id(0), blocks, gl.num_programs(0) // blocks, section)
     b, kv = head * members // heads, head * members // group
     key = block * N
-    bounds = queries_of_keys(table, b, key, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    bounds = queries_of_keys(table, b, key, s, t, M, N, FEATURES)
     return (head, b, kv, head * members - kv * group), key, visits_of(bounds)
 
 
 @jit
-def _produce_queries(
-    given,
-    PARTS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    M: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _load_slot(sources, buffers, bar, slot, at, group):
+    """Copy q, dout, lse and delta of the queries of a head from a row on."""
+    q, dout, base, delta = sources
+    held, q_ring, dout_ring, base_ring, delta_ring, out_tiles = buffers
+    kv, member, row = at
+    line = [kv * group + member, row]
+    tma.async_copy_global_to_shared(q, [kv, member, row, 0], bar, q_ring.index(slot))
+    tma.async_copy_global_to_shared(base, line, bar, base_ring.index(slot))
+    tma.async_copy_global_to_shared(dout, [kv, member, row, 0], bar, dout_ring.index(slot))
+    tma.async_copy_global_to_shared(delta, line, bar, delta_ring.index(slot))
+
+
+@jit
+def _produce_queries(given, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """The loading warp of the dk, dv kernel: q, dout, lse and delta of all query heads."""
     q, k, v, dout, base, delta, table, buffers, barriers, sizes = given
-    held, q_ring, dout_ring, base_ring, delta_ring, out_tiles = buffers
     held_full, full, empty = barriers
     s, t, heads, group, members, section = sizes
-    N: gl.constexpr = PARTS * k.block_type.shape[2]
+    M: gl.constexpr = LAYOUT.block
+    N: gl.constexpr = LAYOUT.consumers * k.block_type.shape[2]
     SIZE: gl.constexpr = 2 * q.block_type.nbytes + 2 * base.block_type.nbytes
-    place, key, visits = _keys_of_program(table, sizes, CAUSAL, WINDOW, TABLE, M, N)
+    place, key, visits = _keys_of_program(table, sizes, M, N, FEATURES)
     head, b, kv, start = place
     span, edges, steps = visits
-    load_held(k, v, held, held_full, (kv, 0, key), PARTS)
+    load_held(k, v, buffers[0], held_full, (kv, 0, key), LAYOUT.consumers)
     count = 0
     for member in range(start, start + members):
         for step in range(steps):
             row = block_at(step, span, edges) * M
-            slot = free_slot((full, empty), count, SIZE, STAGES)
-            bar = full.index(slot)
-            tma.async_copy_global_to_shared(q, [kv, member, row, 0], bar, q_ring.index(slot))
-            line = [kv * group + member, row]
-            tma.async_copy_global_to_shared(base, line, bar, base_ring.index(slot))
-            tma.async_copy_global_to_shared(dout, [kv, member, row, 0], bar, dout_ring.index(slot))
-            tma.async_copy_global_to_shared(delta, line, bar, delta_ring.index(slot))
+            slot = free_slot((full, empty), count, SIZE, LAYOUT.stages)
+            sources = (q, dout, base, delta)
+            _load_slot(sources, buffers, full.index(slot), slot, (kv, member, row), group)
             count += 1
 
 
@@ -133,59 +126,41 @@ def _tiles_of_slot(buffers, barriers, count, STAGES: gl.constexpr):
 
 
 @jit
-def _seen_by_queries(
-    x,
-    step,
-    key,
-    starts,
-    visits,
-    s,
-    t,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    X: gl.constexpr,
-):
-    """Which of the keys from `key` on the queries of this step see, of the shape of x. Rows beyond
-    the last one see nothing: the lse of a block beyond all rows reads as 0.
+def _seen_by_queries(x, step, keys, visits, FEATURES: gl.constexpr, X: gl.constexpr):
+    """Which of the keys (the first, starts of the sample's documents, s, t) the queries of this
+    step see, of the shape of x. Rows beyond the last one see nothing: the lse of a block beyond all
+    rows reads as 0.
     """
+    key, starts, s, t = keys
     span, edges, steps = visits
     R: gl.constexpr = x.shape[0]
     M: gl.constexpr = x.shape[1]
     rows = block_at(step, span, edges) * M + gl.arange(0, M, layout=gl.SliceLayout(0, X))
-    start = gl.load(starts + rows, mask=rows < s, other=0) if DOCUMENTS else rows
-    keys = gl.expand_dims(key + gl.arange(0, R, layout=gl.SliceLayout(1, X)), 1)
+    start = rows
+    if FEATURES.documents:
+        start = gl.load(starts + rows, mask=rows < s, other=0)
+    k_at = gl.expand_dims(key + gl.arange(0, R, layout=gl.SliceLayout(1, X)), 1)
     queries, start = gl.expand_dims(rows, 0), gl.expand_dims(start, 0)
-    return visible(queries, keys, keys, start, t, CAUSAL, WINDOW, DOCUMENTS) & (queries < s)
+    return visible(queries, k_at, k_at, start, t, FEATURES) & (queries < s)
 
 
 @jit
 def _first_queries(
-    held,
-    buffers,
-    barriers,
-    starts,
-    key,
-    visits,
-    sizes,
-    factor,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    X: gl.constexpr,
-    O: gl.constexpr,
+    held, memory, keys, visits, factor, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """(dS^T [64, M], dv [64, D]) of the first block of queries, which is masked."""
     k_tile, v_tile = held
+    buffers, barriers = memory
     tiles, q_ring, dout_ring, base_ring, delta_ring, out_tiles = buffers
-    s, t, heads, group, members, section = sizes
+    M: gl.constexpr = LAYOUT.block
     R: gl.constexpr = k_tile.shape[0]
     D: gl.constexpr = q_ring.shape[4]
-    q_tile, dout_tile = _tiles_of_slot(buffers, barriers, 0, STAGES)
+    X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    q_tile, dout_tile = _tiles_of_slot(buffers, barriers, 0, LAYOUT.stages)
     x = warpgroup_mma_wait(0, deps=[product_with(k_tile, q_tile, X)])
     dp = product_with(v_tile, dout_tile, X)
-    see = _seen_by_queries(x, 0, key, starts, visits, s, t, CAUSAL, WINDOW, DOCUMENTS, X)
+    see = _seen_by_queries(x, 0, keys, visits, FEATURES, X)
     p = gl.where(see, gl.exp2(x * factor - base_ring.index(0).load(X)), 0.0)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = gl.zeros([R, D], gl.float32, O)
@@ -197,38 +172,35 @@ def _first_queries(
 
 @jit
 def _steps_of_keys(
-    dk,
-    dv,
-    ds,
-    first,
-    last,
-    count,
+    sums,
+    member,
     held,
-    buffers,
-    barriers,
-    starts,
-    key,
+    memory,
+    keys,
     visits,
-    sizes,
     factor,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    STAGES: gl.constexpr,
     MASKED: gl.constexpr,
-    X: gl.constexpr,
-    O: gl.constexpr,
+    FEATURES: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
-    """Take the queries of the steps first..last into dv, and those of the step before each into dk:
-    ds [64, M] is dS^T of block `count`, whose q has not been multiplied yet.
+    """Take the MASKED or the other queries of a head into dv, and those of the step before each
+    into dk: sums are (dk, dv, ds, count) and ds [64, M] is dS^T of block `count`, whose q has not
+    been multiplied yet.
     """
+    dk, dv, ds, count = sums
     k_tile, v_tile = held
+    buffers, barriers = memory
     tiles, q_ring, dout_ring, base_ring, delta_ring, out_tiles = buffers
     held_full, full, empty = barriers
-    s, t, heads, group, members, section = sizes
-    M: gl.constexpr = q_ring.shape[3]
+    span, edges, steps = visits
+    M: gl.constexpr = LAYOUT.block
     D: gl.constexpr = q_ring.shape[4]
-    for step in range(first, last):
+    STAGES: gl.constexpr = LAYOUT.stages
+    X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    # the very first block has been taken
+    first = gl.where(member == 0, 1, 0) if MASKED else edges
+    for step in range(first, edges if MASKED else steps):
         before = count % STAGES
         count += 1
         slot = count % STAGES
@@ -239,7 +211,7 @@ def _steps_of_keys(
         x, dk = warpgroup_mma_wait(1, deps=[x, dk])
         p = gl.exp2(x * factor - base_ring.index(slot).load(X))
         if MASKED:
-            see = _seen_by_queries(x, step, key, starts, visits, s, t, CAUSAL, WINDOW, DOCUMENTS, X)
+            see = _seen_by_queries(x, step, keys, visits, FEATURES, X)
             p = gl.where(see, p, 0.0)
         dv = add_product(dv, p, dout_tile, O)
         dp = warpgroup_mma_wait(1, deps=[dp])
@@ -252,79 +224,34 @@ def _steps_of_keys(
 
 
 @jit
-def _consume_queries(
-    given,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    M: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _consume_queries(given, PART: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """A consumer of the dk, dv kernel: its 64 keys."""
     dk, dv, table, starts, buffers, barriers, sizes, scale = given
     held, q_ring, dout_ring, base_ring, delta_ring, out_tiles = buffers
     k_tiles, v_tiles = held
     held_full, full, empty = barriers
     s, t, heads, group, members, section = sizes
+    M: gl.constexpr = LAYOUT.block
     R: gl.constexpr = k_tiles.shape[3]
     D: gl.constexpr = k_tiles.shape[4]
-    X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    place, key, visits = _keys_of_program(table, sizes, CAUSAL, WINDOW, TABLE, M, PARTS * R)
+    place, key, visits = _keys_of_program(table, sizes, M, LAYOUT.consumers * R, FEATURES)
     head, b, kv, start = place
-    span, edges, steps = visits
     key += PART * R
     tiles = (k_tiles.index(PART).reshape([R, D]), v_tiles.index(PART).reshape([R, D]))
-    starts_of_sample = starts + b * s if TABLE > 0 else starts
+    keys = (key, starts + b * s if FEATURES.documents else starts, s, t)
+    memory = (buffers, barriers)
     factor = scale * 1.4426950408889634
     mbarrier.wait(held_full.index(0), 0)
-    ds, dv_sum = _first_queries(
-        tiles,
-        buffers,
-        barriers,
-        starts_of_sample,
-        key,
-        visits,
-        sizes,
-        factor,
-        CAUSAL,
-        WINDOW,
-        TABLE > 0,
-        STAGES,
-        X,
-        O,
-    )
-    dk_sum = gl.zeros([R, D], gl.float32, O)
-    count = 0
+    ds, dv_sum = _first_queries(tiles, memory, keys, visits, factor, FEATURES, LAYOUT)
+    sums = (gl.zeros([R, D], gl.float32, O), dv_sum, ds, 0)
     for member in range(members):
         for MASKED in gl.static_range(1, -1, -1):
-            before = gl.where(member == 0, 1, 0) if MASKED else edges
-            dk_sum, dv_sum, ds, count = _steps_of_keys(
-                dk_sum,
-                dv_sum,
-                ds,
-                before,
-                edges if MASKED else steps,
-                count,
-                tiles,
-                buffers,
-                barriers,
-                starts_of_sample,
-                key,
-                visits,
-                sizes,
-                factor,
-                CAUSAL,
-                WINDOW,
-                TABLE > 0,
-                STAGES,
-                MASKED,
-                X,
-                O,
+            sums = _steps_of_keys(
+                sums, member, tiles, memory, keys, visits, factor, MASKED, FEATURES, LAYOUT
             )
-    q_tile = q_ring.index(count % STAGES).reshape([M, D])
+    dk_sum, dv_sum, ds, count = sums
+    q_tile = q_ring.index(count % LAYOUT.stages).reshape([M, D])
     dk_sum = warpgroup_mma_wait(0, deps=[add_product(dk_sum, ds, q_tile, O)])
     out_tile = out_tiles.index(PART)
     store_rows(dv, out_tile, dv_sum, [head, 0, key, 0])
@@ -351,19 +278,15 @@ def dkv_kernel(
     members,
     section,
     scale,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    M: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    FEATURES: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
     """q, dout: descriptors [b g, m, s, d] of blocks [1, 1, M, D]; k, v [b g, 1, t, d] and dk, dv
     [b g parts, 1, t, d] of [1, 1, 64, D]; base, delta [b n, padded] of [1, M]. Each key head's
     query heads are taken `members` by one block of threads.
     """
+    PARTS: gl.constexpr = LAYOUT.consumers
+    STAGES: gl.constexpr = LAYOUT.stages
     held = (make_ring(k, PARTS), make_ring(v, PARTS))
     rows = (make_ring(base, STAGES), make_ring(delta, STAGES))
     rings = (make_ring(q, STAGES), make_ring(dout, STAGES))
@@ -374,10 +297,10 @@ def dkv_kernel(
     producer = (q, k, v, dout, base, delta, table, buffers, barriers, sizes)
     gl.warp_specialize(
         [
-            (_consume_queries, (consumer, 0, PARTS, CAUSAL, WINDOW, TABLE, M, STAGES)),
-            (_consume_queries, (consumer, 1, PARTS, CAUSAL, WINDOW, TABLE, M, STAGES)),
-            (_produce_queries, (producer, PARTS, CAUSAL, WINDOW, TABLE, M, STAGES)),
+            (_consume_queries, (consumer, 0, FEATURES, LAYOUT)),
+            (_consume_queries, (consumer, 1, FEATURES, LAYOUT)),
+            (_produce_queries, (producer, FEATURES, LAYOUT)),
         ],
         [4, 1],
-        [REGISTERS, PRODUCER_REGISTERS],
+        [LAYOUT.registers, LAYOUT.producer_registers],
     )

@@ -36,15 +36,7 @@ from megatron.kernels.candidates.gluon_forward import (
 
 
 @jit
-def _queries_of_program(
-    table,
-    sizes,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
-):
+def _queries_of_program(table, sizes, M: gl.constexpr, N: gl.constexpr, FEATURES: gl.constexpr):
     """(head of all samples, first row, (span, edges, steps)) of this block of threads: the last
     rows start first, which see the most keys.
     """
@@ -52,89 +44,60 @@ def _queries_of_program(
     blocks = gl.cdiv(s, M)
     block, head = schedule(gl.program_id(0), blocks, gl.num_programs(0) // blocks, section)
     row = (blocks - 1 - block) * M
-    bounds = keys_of_queries(table, head // heads, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    bounds = keys_of_queries(table, head // heads, row, s, t, M, N, FEATURES)
     return head, row, visits_of(bounds)
 
 
 @jit
-def _produce_keys(
-    given,
-    PARTS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _produce_keys(given, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """The loading warp of the dq kernel: k and v."""
     q, k, v, dout, table, buffers, barriers, sizes = given
     held, k_ring, v_ring, out_tiles = buffers
     held_full, full, empty = barriers
     s, t, heads, group, members, section = sizes
-    M: gl.constexpr = PARTS * q.block_type.shape[2]
+    M: gl.constexpr = LAYOUT.consumers * q.block_type.shape[2]
+    N: gl.constexpr = LAYOUT.block
     SIZE: gl.constexpr = 2 * k.block_type.nbytes
-    head, row, visits = _queries_of_program(table, sizes, CAUSAL, WINDOW, TABLE, M, N)
+    head, row, visits = _queries_of_program(table, sizes, M, N, FEATURES)
     span, edges, steps = visits
     kv, member = head // group, head % group
-    load_held(q, dout, held, held_full, (kv, member, row), PARTS)
+    load_held(q, dout, held, held_full, (kv, member, row), LAYOUT.consumers)
     for step in range(steps):
         key = block_at(step, span, edges) * N
-        slot = free_slot((full, empty), step, SIZE, STAGES)
+        slot = free_slot((full, empty), step, SIZE, LAYOUT.stages)
         bar = full.index(slot)
         tma.async_copy_global_to_shared(k, [kv, 0, key, 0], bar, k_ring.index(slot))
         tma.async_copy_global_to_shared(v, [kv, 0, key, 0], bar, v_ring.index(slot))
 
 
 @jit
-def _seen_keys(
-    x,
-    step,
-    rows,
-    visits,
-    t,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    X: gl.constexpr,
-):
+def _seen_keys(x, step, rows, visits, FEATURES: gl.constexpr, X: gl.constexpr):
     """Which of this step's keys the queries see, of the shape of x."""
-    q_at, start, base, delta = rows
+    q_at, start, base, delta, t = rows
     span, edges, steps = visits
     N: gl.constexpr = x.shape[1]
     column = gl.arange(0, N, layout=gl.SliceLayout(0, X))
     keys = gl.expand_dims(block_at(step, span, edges) * N + column, 0)
     queries, start = gl.expand_dims(q_at, 1), gl.expand_dims(start, 1)
-    return visible(queries, keys, keys, start, t, CAUSAL, WINDOW, DOCUMENTS)
+    return visible(queries, keys, keys, start, t, FEATURES)
 
 
 @jit
-def _first_keys(
-    held,
-    buffers,
-    barriers,
-    rows,
-    visits,
-    t,
-    factor,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    X: gl.constexpr,
-):
+def _first_keys(held, memory, rows, visits, factor, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """dS [64, N] of the first block of keys, which is masked; the second one is waited for."""
     q_tile, dout_tile = held
+    buffers, barriers = memory
     tiles, k_ring, v_ring, out_tiles = buffers
     held_full, full, empty = barriers
-    q_at, start, base, delta = rows
-    span, edges, steps = visits
-    N: gl.constexpr = k_ring.shape[3]
+    q_at, start, base, delta, t = rows
+    N: gl.constexpr = LAYOUT.block
     D: gl.constexpr = k_ring.shape[4]
+    X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     mbarrier.wait(full.index(0), 0)
     x = product_with(q_tile, k_ring.index(0).reshape([N, D]), X)
     dp = product_with(dout_tile, v_ring.index(0).reshape([N, D]), X)
     x, dp = warpgroup_mma_wait(0, deps=[x, dp])
-    see = _seen_keys(x, 0, rows, visits, t, CAUSAL, WINDOW, DOCUMENTS, X)
+    see = _seen_keys(x, 0, rows, visits, FEATURES, X)
     p = gl.exp2(x * factor - gl.expand_dims(base, 1))
     gl.thread_barrier()  # else the compiler puts one into the loop, before the wait for a block
     return gl.where(see, p * (dp - gl.expand_dims(delta, 1)), 0.0)
@@ -142,35 +105,32 @@ def _first_keys(
 
 @jit
 def _steps_of_queries(
-    dq,
-    ds,
-    first,
-    last,
+    sums,
     held,
-    buffers,
-    barriers,
+    memory,
     rows,
     visits,
-    t,
     factor,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    STAGES: gl.constexpr,
     MASKED: gl.constexpr,
-    X: gl.constexpr,
-    O: gl.constexpr,
+    FEATURES: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
-    """Take the keys of the step before each of first..last into dq: ds [64, N] is that step's dS.
-    The first step's block has been waited for.
+    """Take the keys of the step before each of the MASKED or the other steps into dq: sums are (dq,
+    ds) and ds [64, N] is that step's dS. The first step's block has been waited for.
     """
+    dq, ds = sums
     q_tile, dout_tile = held
+    buffers, barriers = memory
     tiles, k_ring, v_ring, out_tiles = buffers
     held_full, full, empty = barriers
-    q_at, start, base, delta = rows
+    q_at, start, base, delta, t = rows
     span, edges, steps = visits
-    N: gl.constexpr = k_ring.shape[3]
+    N: gl.constexpr = LAYOUT.block
     D: gl.constexpr = k_ring.shape[4]
+    STAGES: gl.constexpr = LAYOUT.stages
+    X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    first, last = (1, edges) if MASKED else (edges, steps)
     for step in range(first, last):
         slot = step % STAGES
         before = (step + STAGES - 1) % STAGES
@@ -184,86 +144,47 @@ def _steps_of_queries(
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds = p * (dp - gl.expand_dims(delta, 1))
         if MASKED:
-            see = _seen_keys(x, step, rows, visits, t, CAUSAL, WINDOW, DOCUMENTS, X)
+            see = _seen_keys(x, step, rows, visits, FEATURES, X)
             ds = gl.where(see, ds, 0.0)
     return dq, ds
 
 
 @jit
-def _consume_keys(
-    given,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _consume_keys(given, PART: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """A consumer of the dq kernel: its 64 queries."""
     dq, base, delta, table, starts, buffers, barriers, sizes, padded, scale = given
     held, k_ring, v_ring, out_tiles = buffers
     q_tiles, dout_tiles = held
     held_full, full, empty = barriers
     s, t, heads, group, members, section = sizes
+    N: gl.constexpr = LAYOUT.block
     R: gl.constexpr = q_tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
     X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    head, row, visits = _queries_of_program(table, sizes, CAUSAL, WINDOW, TABLE, PARTS * R, N)
+    head, row, visits = _queries_of_program(table, sizes, LAYOUT.consumers * R, N, FEATURES)
     span, edges, steps = visits
     row += PART * R
     q_at = row + gl.arange(0, R, layout=gl.SliceLayout(1, X))
     inside = q_at < s
     at = gl.cast(head, gl.int64) * padded + q_at
-    start = gl.load(starts + head // heads * s + q_at, mask=inside, other=0) if TABLE > 0 else q_at
-    rows = (
-        q_at,
-        start,
-        gl.load(base + at, mask=inside, other=float("inf")),
-        gl.load(delta + at, mask=inside, other=0.0),
-    )
+    start = q_at
+    if FEATURES.documents:
+        start = gl.load(starts + head // heads * s + q_at, mask=inside, other=0)
+    base_tile = gl.load(base + at, mask=inside, other=float("inf"))
+    rows = (q_at, start, base_tile, gl.load(delta + at, mask=inside, other=0.0), t)
     tiles = (q_tiles.index(PART).reshape([R, D]), dout_tiles.index(PART).reshape([R, D]))
+    memory = (buffers, barriers)
     factor = scale * 1.4426950408889634
     mbarrier.wait(held_full.index(0), 0)
-    ds = _first_keys(
-        tiles,
-        buffers,
-        barriers,
-        rows,
-        visits,
-        t,
-        factor,
-        CAUSAL,
-        WINDOW,
-        TABLE > 0,
-        STAGES,
-        X,
-    )
-    total = gl.zeros([R, D], gl.float32, O)
+    ds = _first_keys(tiles, memory, rows, visits, factor, FEATURES, LAYOUT)
+    sums = (gl.zeros([R, D], gl.float32, O), ds)
     for MASKED in gl.static_range(1, -1, -1):
-        first, last = (1, edges) if MASKED else (edges, steps)
-        total, ds = _steps_of_queries(
-            total,
-            ds,
-            first,
-            last,
-            tiles,
-            buffers,
-            barriers,
-            rows,
-            visits,
-            t,
-            factor,
-            CAUSAL,
-            WINDOW,
-            TABLE > 0,
-            STAGES,
-            MASKED,
-            X,
-            O,
+        sums = _steps_of_queries(
+            sums, tiles, memory, rows, visits, factor, MASKED, FEATURES, LAYOUT
         )
-    k_tile = k_ring.index((steps - 1) % STAGES).reshape([N, D])
+    total, ds = sums
+    k_tile = k_ring.index((steps - 1) % LAYOUT.stages).reshape([N, D])
     total = warpgroup_mma_wait(0, deps=[add_product(total, ds, k_tile, O)])
     place = [head // group, head % group, row, 0]
     store_rows(dq, out_tiles.index(PART), total * scale, place)
@@ -289,18 +210,14 @@ def dq_kernel(
     section,
     padded,
     scale,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    N: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    FEATURES: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
     """q, dout, dq: descriptors [b g, m, s, d] of blocks [1, 1, 64, D]; k, v [b g, 1, t, d] of
     [1, 1, N, D]; base, delta [b n, padded].
     """
+    PARTS: gl.constexpr = LAYOUT.consumers
+    STAGES: gl.constexpr = LAYOUT.stages
     held = (make_ring(q, PARTS), make_ring(dout, PARTS))
     buffers = (held, make_ring(k, STAGES), make_ring(v, STAGES), make_ring(dq, PARTS))
     barriers = (make_barriers(1, 1), make_barriers(STAGES, 1), make_barriers(STAGES, PARTS))
@@ -309,10 +226,10 @@ def dq_kernel(
     producer = (q, k, v, dout, table, buffers, barriers, sizes)
     gl.warp_specialize(
         [
-            (_consume_keys, (consumer, 0, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES)),
-            (_consume_keys, (consumer, 1, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES)),
-            (_produce_keys, (producer, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES)),
+            (_consume_keys, (consumer, 0, FEATURES, LAYOUT)),
+            (_consume_keys, (consumer, 1, FEATURES, LAYOUT)),
+            (_produce_keys, (producer, FEATURES, LAYOUT)),
         ],
         [4, 1],
-        [REGISTERS, PRODUCER_REGISTERS],
+        [LAYOUT.registers, LAYOUT.producer_registers],
     )

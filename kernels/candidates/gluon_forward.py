@@ -38,6 +38,7 @@ from megatron.kernels.attention_launch import (
     aligned,
     columns,
     descriptor,
+    features,
     outputs,
     section,
 )
@@ -132,19 +133,11 @@ def visits_of(bounds):
 
 @jit
 def _blocks_of_tile(
-    table,
-    row,
-    head,
-    sizes,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
+    table, row, head, sizes, M: gl.constexpr, N: gl.constexpr, FEATURES: gl.constexpr
 ):
     """visits_of() the blocks of keys that the tile takes."""
     s, t, all_heads, heads, group, section = sizes
-    return visits_of(keys_of_queries(table, head // heads, row, s, t, CAUSAL, WINDOW, TABLE, M, N))
+    return visits_of(keys_of_queries(table, head // heads, row, s, t, M, N, FEATURES))
 
 
 @jit
@@ -194,15 +187,17 @@ def _load(source, at, ring, barriers, count, STAGES: gl.constexpr, RELEASES: gl.
 
 
 @jit
-def _produce(
-    given,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
-):
+def _load_queries(q, at, q_tiles, q_bars, index, PARTS: gl.constexpr):
+    """Copy the rows of a tile, a part for each consumer."""
+    kv, member, row = at
+    R: gl.constexpr = q.block_type.shape[2]
+    for part in gl.static_range(PARTS):
+        place = [kv, member, row + part * R, 0]
+        _load(q, place, q_tiles, q_bars, index * PARTS + part, PARTS)
+
+
+@jit
+def _produce(given, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """The loading warp: blocks in the order in which consumers release them, k of a block before
     v of the one before it.
     """
@@ -210,21 +205,16 @@ def _produce(
     q_tiles, k_ring, v_ring, out_tiles = buffers
     q_bars, k_bars, v_bars = barriers
     s, t, all_heads, heads, group, section = sizes
+    N: gl.constexpr = LAYOUT.N
+    PARTS: gl.constexpr = LAYOUT.consumers
+    STAGES: gl.constexpr = LAYOUT.stages
     M: gl.constexpr = PARTS * q.block_type.shape[2]
     count = 0
     for index in range(_count_tiles(sizes, M)):
         row, head = _tile(index, sizes, M)
         kv, member = head // group, head % group
-        span, edges, steps = _blocks_of_tile(table, row, head, sizes, CAUSAL, WINDOW, TABLE, M, N)
-        for part in gl.static_range(PARTS):
-            _load(
-                q,
-                [kv, member, row + part * (M // PARTS), 0],
-                q_tiles,
-                q_bars,
-                index * PARTS + part,
-                PARTS,
-            )
+        span, edges, steps = _blocks_of_tile(table, row, head, sizes, M, N, FEATURES)
+        _load_queries(q, (kv, member, row), q_tiles, q_bars, index, PARTS)
         at = block_at(0, span, edges) * N
         _load(k, [kv, 0, at, 0], k_ring, k_bars, count, STAGES, PARTS)
         for step in range(1, steps):
@@ -239,30 +229,19 @@ def _produce(
 
 @jit
 def _softmax(
-    x,
-    m,
-    l,
-    factor,
-    q_at,
-    start,
-    first,
-    t,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    MASKED: gl.constexpr,
-    X: gl.constexpr,
+    x, m, l, factor, rows, first, MASKED: gl.constexpr, FEATURES: gl.constexpr, X: gl.constexpr
 ):
     """(p, m, l, alpha) with the scores x of one more block, keys from `first` on: alpha is what
     came before is worth now.
     """
     if MASKED:
+        q_at, start, t = rows
         column = gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, X)), 0)
-        beyond = (gl.minimum(q_at + 1, t) if CAUSAL else q_at * 0 + t) - first
+        beyond = (gl.minimum(q_at + 1, t) if FEATURES.causal else q_at * 0 + t) - first
         see = column < gl.expand_dims(beyond, 1)
-        if WINDOW > 0:
-            see = see & (column > gl.expand_dims(q_at - WINDOW - first, 1))
-        if DOCUMENTS:
+        if FEATURES.window > 0:
+            see = see & (column > gl.expand_dims(q_at - FEATURES.window - first, 1))
+        if FEATURES.documents:
             see = see & (column >= gl.expand_dims(start - first, 1))
         x = gl.where(see, x, float("-inf"))
     top = gl.maximum(m, gl.max(x, 1) * factor)
@@ -288,12 +267,8 @@ def _add_values(acc, alpha, p, v_ring, v_full, count, O: gl.constexpr, STAGES: g
     mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
     v_tile = v_ring.index(count % STAGES).reshape([N, D])
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
-    return warpgroup_mma(
-        gl.convert_layout(p.to(v_ring.dtype), gl.DotOperandLayout(0, O, 2)),
-        v_tile,
-        acc,
-        is_async=True,
-    )
+    p = gl.convert_layout(p.to(v_ring.dtype), gl.DotOperandLayout(0, O, 2))
+    return warpgroup_mma(p, v_tile, acc, is_async=True)
 
 
 @jit
@@ -318,65 +293,44 @@ def _wait_for_turn(k_empty, count, PART: gl.constexpr, PARTS: gl.constexpr, STAG
 
 @jit
 def _steps(
-    acc,
-    alpha,
-    p,
-    m,
-    l,
-    first,
-    last,
-    count,
+    state,
     q_tile,
     buffers,
     barriers,
     rows,
-    span,
-    edges,
-    steps,
-    t,
+    visits,
     factor,
     PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
     MASKED: gl.constexpr,
-    X: gl.constexpr,
-    O: gl.constexpr,
+    FEATURES: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
-    """Steps first..last: p and alpha are those of the step before, whose v has not been multiplied
-    yet; `count` is its block.
+    """The steps after the first that are masked, or those that are not, with the state (acc, alpha,
+    p, m, l, count): p and alpha are those of the step before, whose v has not been multiplied yet;
+    `count` is its block.
     """
+    acc, alpha, p, m, l, count = state
     q_tiles, k_ring, v_ring, out_tiles = buffers
     q_bars, k_bars, v_bars = barriers
     k_full, k_empty = k_bars
     v_full, v_empty = v_bars
-    q_at, start = rows
-    N: gl.constexpr = k_ring.shape[3]
+    span, edges, steps = visits
+    N: gl.constexpr = LAYOUT.N
+    PARTS: gl.constexpr = LAYOUT.consumers
+    STAGES: gl.constexpr = LAYOUT.stages
+    D: gl.constexpr = k_ring.shape[4]
+    X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    first, last = (1, edges) if MASKED else (edges, steps)
     for step in range(first, last):
-        if PINGPONG:
+        if LAYOUT.pingpong:
             _wait_for_turn(k_empty, count, PART, PARTS, STAGES)
         x = _scores(q_tile, k_ring, count + 1, X, STAGES)
         acc = _add_values(acc, alpha, p, v_ring, v_full, count, O, STAGES)
         x = warpgroup_mma_wait(1, deps=[x])
         release(k_empty.index(PART * STAGES + (count + 1) % STAGES))
-        p, m, l, alpha = _softmax(
-            x,
-            m,
-            l,
-            factor,
-            q_at,
-            start,
-            block_at(step, span, edges) * N,
-            t,
-            CAUSAL,
-            WINDOW,
-            DOCUMENTS,
-            MASKED,
-            X,
-        )
+        key = block_at(step, span, edges) * N
+        p, m, l, alpha = _softmax(x, m, l, factor, rows, key, MASKED, FEATURES, X)
         # waited for here, not above: the branch keeps the compiler from moving the next line before
         # the exponentials
         mbarrier.wait(
@@ -390,46 +344,45 @@ def _steps(
 
 
 @jit
+def _nothing_yet(R: gl.constexpr, ROW: gl.constexpr):
+    """(m, l) [R] before the first scores."""
+    return gl.full([R], float("-inf"), gl.float32, ROW), gl.zeros([R], gl.float32, ROW)
+
+
+@jit
 def _first_block(
     q_tile,
     k_ring,
     barriers,
-    q_at,
-    start,
+    rows,
     index,
     count,
     key,
     steps,
-    t,
     factor,
     PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    X: gl.constexpr,
+    FEATURES: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
-    """(p [64, N], m, l, alpha [64]) of a tile's first block of keys, from `key` on, which is
+    """(alpha [64], p [64, N], m, l [64]) of a tile's first block of keys, from `key` on, which is
     masked. q and k are waited for, and k of the second block.
     """
     q_bars, k_bars, v_bars = barriers
     q_full, q_empty = q_bars
     k_full, k_empty = k_bars
-    ROW: gl.constexpr = gl.SliceLayout(1, X)
-    R: gl.constexpr = q_tile.shape[0]
-    m, l = gl.full([R], float("-inf"), gl.float32, ROW), gl.zeros([R], gl.float32, ROW)
+    STAGES: gl.constexpr = LAYOUT.stages
+    N: gl.constexpr = LAYOUT.N
+    X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    m, l = _nothing_yet(q_tile.shape[0], gl.SliceLayout(1, X))
     mbarrier.wait(q_full.index(PART), index & 1)
     mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
     x = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_ring, count, X, STAGES)])
     release(k_empty.index(PART * STAGES + count % STAGES))
-    p, m, l, alpha = _softmax(
-        x, m, l, factor, q_at, start, key, t, CAUSAL, WINDOW, DOCUMENTS, True, X
-    )
-    p = _carried(p, k_ring.dtype, PARTS)
+    p, m, l, alpha = _softmax(x, m, l, factor, rows, key, True, FEATURES, X)
+    p = _carried(p, k_ring.dtype, LAYOUT.consumers)
     gl.thread_barrier()  # else the compiler puts one into the loop, before the wait for the turn
     mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=steps > 1)
-    return p, m, l, alpha
+    return alpha, p, m, l
 
 
 @jit
@@ -456,99 +409,78 @@ def _store_tile(out, lse, out_tile, acc, m, l, at, q_at, s, head, O: gl.constexp
 
 
 @jit
-def _consume(
-    given,
+def _accumulate(
+    of_first,
+    count,
+    q_tile,
+    buffers,
+    barriers,
+    rows,
+    visits,
+    factor,
     PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
+    FEATURES: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
+    """(acc [64, D], m, l [64], count) of a tile, from what its first block gave; the products of v
+    of its last block are waited for.
+    """
+    alpha, p, m, l = of_first
+    q_tiles, k_ring, v_ring, out_tiles = buffers
+    q_bars, k_bars, v_bars = barriers
+    v_full, v_empty = v_bars
+    q_full, q_empty = q_bars
+    STAGES: gl.constexpr = LAYOUT.stages
+    R: gl.constexpr = q_tile.shape[0]
+    D: gl.constexpr = q_tile.shape[1]
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    state = (gl.zeros([R, D], gl.float32, O), alpha, p, m, l, count)
+    for MASKED in gl.static_range(1, -1, -1):
+        state = _steps(
+            state, q_tile, buffers, barriers, rows, visits, factor, PART, MASKED, FEATURES, LAYOUT
+        )
+    acc, alpha, p, m, l, count = state
+    release(q_empty.index(PART))
+    acc = warpgroup_mma_wait(0, deps=[_add_values(acc, alpha, p, v_ring, v_full, count, O, STAGES)])
+    release(v_empty.index(count % STAGES))
+    return acc, m, l, count + 1
+
+
+@jit
+def _consume(given, PART: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """A consumer: its 64 rows of tile after tile. m is the greatest score so far in base 2, l the
     sum of exponentials.
     """
-    out, lse, table, starts, buffers, barriers, sizes, factor = given
+    out, lse, table, starts, buffers, barriers, sizes, scale = given
     q_tiles, k_ring, v_ring, out_tiles = buffers
-    q_bars, k_bars, v_bars = barriers
-    q_full, q_empty = q_bars
-    v_full, v_empty = v_bars
     s, t, all_heads, heads, group, section = sizes
+    N: gl.constexpr = LAYOUT.N
     R: gl.constexpr = q_tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
-    M: gl.constexpr = PARTS * R
+    M: gl.constexpr = LAYOUT.consumers * R
     X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, X)
     q_tile, out_tile = q_tiles.index(PART).reshape([R, D]), out_tiles.index(PART)
+    factor = scale * 1.4426950408889634
     count = 0
     for index in range(_count_tiles(sizes, M)):
         row, head = _tile(index, sizes, M)
         b, kv, member = head // heads, head // group, head % group
-        span, edges, steps = _blocks_of_tile(table, row, head, sizes, CAUSAL, WINDOW, TABLE, M, N)
+        visits = _blocks_of_tile(table, row, head, sizes, M, N, FEATURES)
+        span, edges, steps = visits
         row += PART * R
-        q_at = row + gl.arange(0, R, layout=ROW)
-        start = gl.load(starts + b * s + q_at, mask=q_at < s, other=0) if TABLE > 0 else q_at
-        p, m, l, alpha = _first_block(
-            q_tile,
-            k_ring,
-            barriers,
-            q_at,
-            start,
-            index,
-            count,
-            block_at(0, span, edges) * N,
-            steps,
-            t,
-            factor,
-            PART,
-            PARTS,
-            CAUSAL,
-            WINDOW,
-            TABLE > 0,
-            STAGES,
-            X,
+        q_at = row + gl.arange(0, R, layout=gl.SliceLayout(1, X))
+        start = q_at
+        if FEATURES.documents:
+            start = gl.load(starts + b * s + q_at, mask=q_at < s, other=0)
+        rows = (q_at, start, t)
+        key = block_at(0, span, edges) * N
+        of_first = _first_block(
+            q_tile, k_ring, barriers, rows, index, count, key, steps, factor, PART, FEATURES, LAYOUT
         )
-        acc = gl.zeros([R, D], gl.float32, O)
-        for MASKED in gl.static_range(1, -1, -1):
-            first, last = (1, edges) if MASKED else (edges, steps)
-            acc, alpha, p, m, l, count = _steps(
-                acc,
-                alpha,
-                p,
-                m,
-                l,
-                first,
-                last,
-                count,
-                q_tile,
-                buffers,
-                barriers,
-                (q_at, start),
-                span,
-                edges,
-                steps,
-                t,
-                factor,
-                PART,
-                PARTS,
-                CAUSAL,
-                WINDOW,
-                TABLE > 0,
-                STAGES,
-                PINGPONG,
-                MASKED,
-                X,
-                O,
-            )
-        release(q_empty.index(PART))
-        acc = warpgroup_mma_wait(
-            0, deps=[_add_values(acc, alpha, p, v_ring, v_full, count, O, STAGES)]
+        acc, m, l, count = _accumulate(
+            of_first, count, q_tile, buffers, barriers, rows, visits, factor, PART, FEATURES, LAYOUT
         )
-        release(v_empty.index(count % STAGES))
-        count += 1
         _store_tile(out, lse, out_tile, acc, m, l, [kv, member, row, 0], q_at, s, head, O)
     tma.store_wait(0)
 
@@ -584,19 +516,14 @@ def forward_kernel(
     group,
     section,
     scale,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TABLE: gl.constexpr,
-    N: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    FEATURES: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
     """q, out: descriptors [b g, m, s, d] of blocks [1, 1, 64, D]; k, v [b g, 1, t, d] of [1, 1, N,
     D]. They read zeros and write nothing beyond.
     """
+    PARTS: gl.constexpr = LAYOUT.consumers
+    STAGES: gl.constexpr = LAYOUT.stages
     buffers = (
         make_ring(q, PARTS),
         make_ring(k, STAGES),
@@ -609,29 +536,28 @@ def forward_kernel(
         (make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)),
     )
     sizes = (s, t, all_heads, heads, group, section)
-    factor = scale * 1.4426950408889634
-    consumer = (out, lse, table, starts, buffers, barriers, sizes, factor)
+    consumer = (out, lse, table, starts, buffers, barriers, sizes, scale)
     producer = (q, k, v, table, buffers, barriers, sizes)
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (_consume, (consumer, 0, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-                (_consume, (consumer, 1, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-                (_produce, (producer, CAUSAL, WINDOW, TABLE, N, STAGES, PARTS)),
+                (_consume, (consumer, 0, FEATURES, LAYOUT)),
+                (_consume, (consumer, 1, FEATURES, LAYOUT)),
+                (_produce, (producer, FEATURES, LAYOUT)),
             ],
             [4, 1],
-            [REGISTERS, PRODUCER_REGISTERS],
+            [LAYOUT.registers, LAYOUT.producer_registers],
         )
     else:
         gl.warp_specialize(
             [
-                (_consume, (consumer, 0, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-                (_consume, (consumer, 1, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-                (_consume, (consumer, 2, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-                (_produce, (producer, CAUSAL, WINDOW, TABLE, N, STAGES, PARTS)),
+                (_consume, (consumer, 0, FEATURES, LAYOUT)),
+                (_consume, (consumer, 1, FEATURES, LAYOUT)),
+                (_consume, (consumer, 2, FEATURES, LAYOUT)),
+                (_produce, (producer, FEATURES, LAYOUT)),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+            [LAYOUT.registers, LAYOUT.registers, LAYOUT.producer_registers],
         )
 
 
@@ -684,21 +610,6 @@ def described(x: Tensor, rows: int) -> Any:
     )
 
 
-def fixed(layout: TileLayout, causal: bool, window: int | None, documents: bool) -> dict[str, Any]:
-    """The arguments that are compiled in."""
-    return {
-        "CAUSAL": causal,
-        "WINDOW": window or 0,
-        "TABLE": TILE if documents else 0,
-        "N": layout.N,
-        "PARTS": layout.consumers,
-        "STAGES": layout.stages,
-        "PINGPONG": layout.pingpong,
-        "REGISTERS": layout.registers,
-        "PRODUCER_REGISTERS": layout.producer_registers,
-    }
-
-
 def _check(q: Tensor, mask: AttentionMask, options: Options, layout: TileLayout | None) -> None:
     assert (
         mask.document_starts is None or layout is None or TILE % (layout.consumers * ROWS) == 0
@@ -738,7 +649,8 @@ def forward(
         group=m,
         section=section(t, d, q.dtype, m),
         scale=options.scale,
-        **fixed(layout, mask.causal, mask.window, mask.document_starts is not None),
+        FEATURES=features(mask, options),
+        LAYOUT=layout,
         num_warps=4,
     )
     return out, lse

@@ -26,13 +26,14 @@ if not __package__:  # run as a file
 
 import torch
 
-if not torch.cuda.is_available():
+if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     sys.path.append(str(ROOT / "tests" / "kernels"))
     import interpreter
 
     interpreter.patch()
 
+from megatron.kernels import lang
 from megatron.kernels.activation import KINDS
 from megatron.kernels.candidates.gluon import unfit
 from megatron.kernels.cases import case_of
@@ -41,7 +42,7 @@ from megatron.kernels.self_check import Variant
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter's bf16 is wrong.
-DTYPE = "bfloat16" if DEVICE.type == "cuda" else "float32"
+DTYPE = "float32" if lang.interpreted() else "bfloat16"
 ODD = {"s": 150, "b": 2, "g": 2, "m": 2}  # of attention
 WIDE = WIDEST["backward"] + 40
 Calls = Iterator[tuple[str, dict[str, Any]]]  # a row of the table, and its settings
@@ -50,24 +51,27 @@ Calls = Iterator[tuple[str, dict[str, Any]]]  # a row of the table, and its sett
 def attention_calls() -> Calls:
     """Backward passes, which run forward first."""
     yield "attention dq", ODD | {"d": 64}
-    yield "attention dkv_dq", ODD | {"d": 128}
     yield "attention dq", ODD | {"d": 96, "causal": False, "softcap": 5.0, "fused": True}
     yield "attention dq", ODD | {"d": 64, "window": 40, "drop": 0.1}
     yield "attention dq", ODD | {"d": 64, "documents": True, "positions": True}
-    if DEVICE.type == "cuda":
+    if not lang.interpreted():
         yield "attention dq", ODD | {"d": 256, "g": 1, "m": 1}
+    if lang.capability(DEVICE) >= lang.HOPPER:
+        yield "attention dkv_dq", ODD | {"d": 128}
 
 
 def gluon_calls() -> Calls:
     """Nothing where the kernels cannot run."""
-    if unfit(DEVICE, getattr(torch, DTYPE)) is None:
+    if lang.interpreted() or lang.capability(DEVICE) != lang.HOPPER:
+        return
+    if unfit(torch.device("cuda"), getattr(torch, DTYPE)) is None:
         for given in ({"d": 64}, {"d": 128, "causal": False}, {"d": 96, "window": 40}):
             yield "attention dq", ODD | given | {"backend": "gluon"}
 
 
 def row_calls() -> Calls:
     """What works on rows: of norms those that one program holds, and wider ones."""
-    widths = [72, WIDE] if DEVICE.type == "cpu" else [72, 1000, WIDE, WIDEST["forward"] + 40]
+    widths = [72, WIDE] if lang.interpreted() else [72, 1000, WIDE, WIDEST["forward"] + 40]
     for width in widths:
         for both in (False, True):
             row = {"rows": 10, "width": width, "stride": width + 8, "centre": both, "add": both}
@@ -97,7 +101,7 @@ def other_calls() -> Calls:
     for grad in (DTYPE, "float32"):
         yield "adamw", {"size": 5000, "grad": grad}
         yield "grad_norm", {"size": 4083, "grad": grad, "pieces": 3}
-    for scaling in ("tensor", "row", "block"):
+    for scaling in ("tensor", "row", "block") if lang.capability(DEVICE) >= lang.HOPPER else ():
         for transposed in (False, True):
             settings = {"rows": 70, "width": 150, "scaling": scaling, "transposed": transposed}
             yield "fp8 tiles", settings

@@ -8,9 +8,8 @@ integers are multiples of 16, as torch's allocator and most strides are, but for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,16 +31,16 @@ from megatron.kernels import (
 )
 from megatron.kernels.attention_launch import (
     Options,
-    Tiles,
     columns,
     configuration,
     constants,
     table_key,
 )
+from megatron.kernels.attention_masks import TILE, Features
 from megatron.kernels.candidates import gluon_backward, gluon_forward
 from megatron.kernels.configurations import KernelLaunch, Row, find
 
-TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -93,16 +92,16 @@ def _typed(kind: str, names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), kind)
 
 
-# The variants of attention that are compiled for each head dimension: (of the mask, of the options)
-ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "causal": ({}, {}),
-    "full": ({"causal": False}, {}),
-    "window": ({"window": 1024}, {}),
-    "documents": ({"documents": True}, {}),
-    "positions_documents": ({"documents": True, "positions": True}, {}),
-    "softcap": ({}, {"softcap": 50.0}),
-    "dropout": ({}, {"drop": 0.1}),
-    "positions_dropout": ({"positions": True}, {"drop": 0.1}),
+# The variants of attention that are compiled for each head dimension.
+ATTENTION = {
+    "causal": Features(),
+    "full": Features(causal=False),
+    "window": Features(window=1024),
+    "documents": Features(table=TILE, documents=True),
+    "positions_documents": Features(table=TILE, documents=True, positions=True),
+    "softcap": Features(softcap=50.0),
+    "dropout": Features(dropout=True),
+    "positions_dropout": Features(table=TILE, positions=True, dropout=True),
 }
 # Attention's kernels, and the operands that they read or write by descriptors of M or N rows.
 KERNELS = {
@@ -130,45 +129,41 @@ def _operand(name: str, kind: str, rows: int, d: int, arch: int) -> str | tuple[
     return (f"*{kind}", *["i32"] * (3 + heads))
 
 
-def _fixed_of_attention(name: str, d: int, tiles: Tiles, variant: str) -> dict[str, Any]:
-    """What is compiled in, with None for the tensors that a variant does not have."""
-    mask, given = ATTENTION[variant]
-    flags = {"causal": True, "window": None, "documents": False, "positions": False} | mask
-    fixed = constants(d, tiles, Options(scale=1.0, **given), **flags) | {"ATOMIC": name == "dkv_dq"}
+def _absent(features: Features, name: str = "") -> dict[str, None]:
+    """None for the tensors that a variant of a kernel does not have."""
     present = {
-        "table": fixed["TABLE"] > 0,
-        "starts": fixed["DOCUMENTS"],
-        "q_positions": fixed["POSITIONS"],
-        "k_positions": fixed["POSITIONS"],
-        "samples": fixed["DROPOUT"],
+        "table": features.table > 0,
+        "starts": features.documents,
+        "q_positions": features.positions,
+        "k_positions": features.positions,
+        "samples": features.dropout,
         "dq": name != "dkv",
     }
-    return fixed | dict.fromkeys(key for key, there in present.items() if not there)
+    return dict.fromkeys(key for key, is_there in present.items() if not is_there)
 
 
 def attention_compiled(
-    name: str, d: int, tiles: Tiles, variant: str, arch: int = lang.HOPPER
+    name: str, d: int, row: Row, variant: str, arch: int = lang.HOPPER
 ) -> Compiled:
     """A kernel of attention in bf16."""
-    kernel, operands = KERNELS[name]
+    (kernel, operands), features = KERNELS[name], ATTENTION[variant]
     types: dict[str, Any] = _typed("*fp32", "lse base delta") | _typed("u32", "k0 k1 threshold")
     types |= _typed("fp32", "scale inverse_keep") | {"samples": "*i64"}
     types |= _typed("*i32", "table starts q_positions k_positions")
     for key, rows in operands.items():
         kind = "fp32" if (name, key) == ("dkv_dq", "dq") else "bf16"
-        types[key] = _operand(key, kind, getattr(tiles, rows), d, arch)
+        types[key] = _operand(key, kind, row.numbers[rows], d, arch)
     return _compiled(
         f"attention_{name}_{d}_{variant}",
         kernel,
         types,
-        _fixed_of_attention(name, d, tiles, variant),
-        tiles.row,
-        tiles.num_warps,
+        constants(d, row, features) | _absent(features, name),
+        row,
         # Lengths and numbers of heads are compiled once for all values.
         unaligned=[key for key in kernel.arg_names if str(types.get(key))[0] != "*"],
-        num_stages=tiles.num_stages,
+        num_stages=row.numbers["num_stages"],
         matmul=True,
-        options=tiles.options,
+        options={key: row.numbers[key] for key in ("maxnreg",) if key in row.numbers},
     )
 
 
@@ -177,18 +172,20 @@ def _attention(arch: int) -> Iterator[Compiled]:
     the loops over blocks, or is a few of their instructions.
     """
     for d in (64, 128, 256):
-        for variant, (mask, given) in ATTENTION.items():
+        for variant, features in ATTENTION.items():
             # Differs from dropout by a few loads: for Hopper and the usual head dimensions alone.
             if variant == "positions_dropout" and (arch != lang.HOPPER or d > 128):
                 continue
-            options, causal = Options(scale=1.0, **given), mask.get("causal", True)
+            drop = 0.1 if features.dropout else 0.0
+            options = Options(1.0, features.softcap or None, drop)
             atomic = attention_backward.why_not_atomic(d, options.softcap, options.drop, arch)
             for name in KERNELS:
                 if name == "dkv_dq" and atomic:
                     continue
-                if not find(f"attention {name}", arch, **table_key(d, options, causal)).refused:
-                    tiles = configuration(name, d, options, causal, arch=arch)
-                    yield attention_compiled(name, d, tiles, variant, arch)
+                key = table_key(d, options, features.causal)
+                if not find(f"attention {name}", arch, **key).refused:
+                    row = configuration(name, d, options, features.causal, arch=arch)
+                    yield attention_compiled(name, d, row, variant, arch)
         row = find("attention prepare", arch)
         types = _typed("*bf16", "out dout") | _typed("*fp32", "lse dlse base delta")
         fixed = {"d": d, "D": columns(d), "M": row.numbers["M"]}
@@ -224,21 +221,21 @@ def _gluon(arch: int) -> Iterator[Compiled]:
                 gluon_forward.forward_kernel,
                 types,
                 variant,
-                partial(gluon_forward.fixed, layout),
+                layout,
                 find("attention gluon", arch, d=d, kind=kind),
             )
     for d in (64, 128):
-        for name, block in (("dkv", "M"), ("dq", "N")):
+        for name in ("dkv", "dq"):
+            layout = gluon_backward.configuration(name, d)
             for variant, parts in (*((each, False) for each in GLUON), ("documents", True)):
                 if parts and name == "dq":
                     continue
-                layout = gluon_backward.configuration(name, d)
                 yield _gluon_compiled(
                     f"attention_gluon_{name}_{d}_{variant}{'_parts' * parts}",
                     getattr(gluon_backward, f"{name}_kernel"),
                     _gluon_types(name, d, layout.block, parts),
                     variant,
-                    partial(gluon_backward.fixed, layout, block),
+                    layout,
                     find(f"attention gluon {name}", arch, d=d),
                 )
 
@@ -256,17 +253,10 @@ def _gluon_types(name: str, d: int, block: int, parts: bool) -> dict[str, str]:
 
 
 def _gluon_compiled(
-    name: str,
-    kernel: Any,
-    types: dict[str, str],
-    variant: str,
-    fixed_of: Callable[..., dict[str, Any]],
-    row: Row,
+    name: str, kernel: Any, types: dict[str, str], variant: str, layout: Any, row: Row
 ) -> Compiled:
-    mask, _ = ATTENTION[variant]
-    fixed = fixed_of(**{"causal": True, "window": None, "documents": False} | mask)
-    if not fixed["TABLE"]:
-        fixed |= {"table": None, "starts": None}
+    features = ATTENTION[variant]
+    fixed = {"FEATURES": features, "LAYOUT": layout} | _absent(features)
     types = _typed("*fp32", "lse base delta") | types | {"scale": "fp32"}
     types |= _typed("*i32", "table starts")
     unaligned = [key for key in kernel.arg_names if types.get(key, "i32")[0] != "*"]

@@ -32,7 +32,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -53,7 +53,7 @@ if __name__ == "__main__" and not torch.cuda.is_available() and "--tiny" in sys.
 
 from megatron.benchmarks.peers.one_call import OneCall
 from megatron.kernels import cases, configurations, lang
-from megatron.kernels.configurations import FILE, Row, find, read, write
+from megatron.kernels.configurations import FILE, Row, find, read
 from megatron.kernels.tools import manifest
 from megatron.kernels.tools.shipped import Compiled, compilations
 
@@ -83,6 +83,21 @@ def rows_of(arch: int, only: str = "") -> list[Row]:
         for row in rows
         if only in title(row) and not row.refused and not row.operator.startswith(UNTUNED)
     ]
+
+
+def write(rows: Iterable[Row]) -> str:
+    """JSON, a row a line."""
+
+    def line(row: Row) -> str:
+        return json.dumps(
+            {
+                name: value
+                for name, value in vars(row).items()
+                if value or name in ("key", "numbers")
+            }
+        )
+
+    return "[\n" + ",\n".join(line(row) for row in rows) + "\n]\n"
 
 
 def title(row: Row) -> str:

@@ -5,7 +5,7 @@ not.
 import os
 from dataclasses import replace
 
-from megatron.kernels.attention_launch import Tiles
+from megatron.kernels.configurations import Row
 from megatron.kernels.lang import jit, tl
 from megatron.kernels.tools.shipped import Compiled, attention_compiled
 
@@ -53,9 +53,9 @@ def aot():
     yield product("too much shared memory", 128, 256, 128, 8, 4)
     yield product("no wgmma", 32, 64, 64, 4, 2)
     # 139 registers are needed
-    tiles = Tiles(128, 64, 8, 2, {"maxnreg": 128})
-    row = attention_compiled("forward", 128, tiles, "causal")
-    yield replace(row, name="serialised")
+    numbers = {"M": 128, "N": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 128}
+    row = Row("attention forward", 90, {}, numbers)
+    yield replace(attention_compiled("forward", 128, row, "causal"), name="serialised")
     yield Compiled("does not compile", wrong_kernel, {"a": "*fp32"}, {"N": 16})
     yield Compiled("kills the compiler", Deadly(), {}, {})
     yield product("good after it", 64, 64, 64, 4, 2)

@@ -5,13 +5,12 @@ itself makes of the low precision.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import contextmanager, nullcontext
 
 import torch
+from megatron.kernels.cases import case_of
+from megatron.kernels.self_check import Variant
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 # relative: two roundings of a result, some of what goes into it
 FROBENIUS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -95,40 +94,15 @@ def canaries() -> Iterator[list[tuple[Tensor, int]]]:
         )
 
 
-class Allocations(TorchDispatchMode):
-    """While open, notes what every operation allocates or copies: (name, elements); views, and a
-    tensor onto itself, are neither.
-
-    Of an operator of ours it sees what the functions do that are wrapped by `inside`.
+def check_case(
+    kernel: str, settings: dict, dtype: torch.dtype, device: torch.device, allocates: bool = True
+) -> None:
+    """A call of kernels/cases.py in a precision is as good as PyTorch's, and writes nothing next to
+    what it allocates.
     """
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        result, name = function(*arguments, **(keywords or {})), function._schema.name
-        if name.startswith("megatron::"):
-            return result
-        storages = {
-            x.untyped_storage().data_ptr()
-            for x in tree_leaves((arguments, keywords))
-            if isinstance(x, Tensor)
-        }
-        copied = name == "aten::copy_" and arguments[0].data_ptr() != arguments[1].data_ptr()
-        for x in tree_leaves(result):
-            if (
-                isinstance(x, Tensor)
-                and x.numel() > 0
-                and (copied or x.untyped_storage().data_ptr() not in storages)
-            ):
-                self.seen.append((name.removeprefix("aten::"), x.numel()))
-        return result
-
-    def inside(self, function):
-        @wraps(function)
-        def wrapped(*arguments):
-            with self:
-                return function(*arguments)
-
-        return wrapped
+    case = case_of(Variant(kernel, str(dtype).removeprefix("torch."), settings), device)
+    with canaries() if allocates else nullcontext():
+        actual = case.call()
+    expected = case.expected(torch.float64), case.expected(dtype)
+    for mine, exact, torchs in zip(actual, *expected, strict=True):
+        assert_as_good(mine, exact, torchs)

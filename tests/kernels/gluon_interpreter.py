@@ -29,7 +29,6 @@ import ast
 import inspect
 import linecache
 import random
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Mapping
@@ -166,7 +165,7 @@ class Partition:
     def __init__(
         self, machine: Machine, name: str, run: Callable[[], None], known: set[int], warps: int
     ):
-        self.name, self.known, self.ready, self.where = name, set(known), None, ""
+        self.name, self.known, self.ready = name, set(known), None
         self.warps, self.shared = warps, set(known)  # shared: what all of its warps know
         self.waited: list[tuple[Barrier, int]] = []  # for which phases, since the warps met
         self.products: list[Product] = []
@@ -226,7 +225,7 @@ class Machine:
     def pause(self, ready: Callable[[], bool] | None = None) -> None:
         """Let others go on, and come back when it is ready."""
         me = self.me()
-        me.ready, me.where = ready, _where()
+        me.ready = ready
         self.baton.release()
         me.go.acquire()
         if self.stopped:
@@ -272,7 +271,7 @@ class Machine:
             for _ in range(MOST_STEPS):
                 failed = next((each for each in self.partitions if each.error), None)
                 if failed:
-                    failed.error.add_note(f"in {failed.name}, {failed.where}")
+                    failed.error.add_note(f"in {failed.name}")
                     raise failed.error
                 if self.partitions[0].done:
                     return
@@ -281,8 +280,7 @@ class Machine:
                 for each in able:
                     weights.setdefault(id(each), self.random.choice((0.01, 1.0, 1.0)))
                 if not able and not self.copies:
-                    waits = (f"{each.name} waits at {each.where}" for each in left[1:])
-                    raise Fault(f"deadlock: {'; '.join(waits)}")
+                    raise Fault(f"deadlock: {', '.join(each.name for each in left[1:])} wait")
                 chosen = self.random.choices(
                     able + self.copies,
                     [weights[id(each)] for each in able] + [copies] * len(self.copies),
@@ -302,16 +300,6 @@ class Machine:
             for each in self.partitions:
                 if each.thread.ident is not None:
                     each.thread.join(10)
-
-
-def _where() -> str:
-    """Lines of the kernel that are being run, inner ones first."""
-    frame, lines = sys._getframe(1), []
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<gluon "):
-            lines.append(linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip())
-        frame = frame.f_back
-    return " < ".join(lines[:2])
 
 
 class Descriptor:
@@ -483,15 +471,13 @@ def _language(machine: Machine) -> dict[str, Any]:
             return torch.where(condition, a, b)
         return a if condition else b
 
-    scalar = {
+    meanings = {
         "program_id": lambda _: machine.program,
         "num_programs": lambda _: machine.programs,
         "cdiv": lambda a, b: -(-a // b),
         "static_range": range,
         "cast": lambda x, _: x,
         "thread_barrier": meet,
-    }
-    tensor = {
         "arange": lambda first, last, layout=None: torch.arange(first, last, dtype=torch.int32),
         "expand_dims": lambda x, axis: x.unsqueeze(axis),
         "full": lambda shape, value, dtype, layout: torch.full(list(shape), value, dtype=dtype),
@@ -506,9 +492,8 @@ def _language(machine: Machine) -> dict[str, Any]:
         "minimum": either(torch.fmin, min),
         "load": load,
         "store": store,
-    }
-    memory = {"allocate_shared_memory": allocate, "warp_specialize": machine.specialize}
-    names = {
+        "allocate_shared_memory": allocate,
+        "warp_specialize": machine.specialize,
         "float32": torch.float32,
         "int64": torch.int64,
         "constexpr": None,
@@ -516,7 +501,7 @@ def _language(machine: Machine) -> dict[str, Any]:
         "DotOperandLayout": opaque,
         "NVMMADistributedLayout": opaque,
     }
-    gl = SimpleNamespace(**scalar, **tensor, **memory, **names)
+    gl = SimpleNamespace(**meanings)
     mbarrier = SimpleNamespace(
         init=Barrier.init, wait=wait, expect=expect, MBarrierLayout=lambda: None
     )

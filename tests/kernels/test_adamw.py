@@ -3,12 +3,9 @@
 import pytest
 import torch
 from checks import CANARY, error
-from megatron.kernels.adamw import adamw_, adamw_reference
+from megatron.kernels.adamw import adamw_
 from megatron.kernels.configurations import Row
 from torch.optim.adamw import adamw
-
-from megatron.config.groups import OptimizerConfig
-from megatron.optimizer.update import StepScalars, UpdateRule
 
 SETTINGS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -96,18 +93,6 @@ def test_many_steps_and_more_blocks_than_programs(device, monkeypatch):
     assert error(m, moments[0]) < 4e-6 and error(v, moments[1]) < 4e-6
 
 
-def test_the_definition_is_torch_optims(device):
-    made = [x.double() for x in draw(50, device)]
-    step, coefficient = scalar(3, device), scalar(0.37, device)
-    got, kept = (
-        adamw_reference(*made, step, coefficient, scalar(found_inf, device), **SETTINGS)
-        for found_inf in (0, 1)
-    )
-    want = exact(*made, step, coefficient, SETTINGS)
-    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-15)
-    assert all(torch.equal(a, b) for a, b in zip(kept, (made[0], *made[2:]), strict=True))
-
-
 def test_found_inf_leaves_everything(device):
     p, g, m, v = draw(100, device)
     g[3], out = torch.inf, torch.ones(100, dtype=BF16, device=device)
@@ -125,30 +110,3 @@ def test_no_momentum_at_all(device):
     expected = exact(p, g, m, v, scalar(5, device), scalar(1, device), settings)
     adamw_(p, g, m, v, None, scalar(5, device), scalar(1, device), scalar(0, device), **settings)
     assert torch.equal(m, g) and error(p, expected[0]) < 1e-6
-
-
-def test_the_optimizers_rule_takes_it(device):
-    """The same as torch's fused kernel makes of bf16 moments and rounded weights, which the rule
-    computes in pieces.
-    """
-    config = OptimizerConfig(lr=1e-3, adam_implementation="triton", exp_avg_dtype="bf16")
-    assert UpdateRule(config, "triton").implementation.skips_on_device
-    results = []
-    for implementation in ("triton", "torch-fused"):
-        p, g, _, v = draw(640, device)
-        states = {"exp_avg": torch.zeros(640, dtype=BF16, device=device), "exp_avg_sq": v}
-        out = torch.zeros(640, dtype=BF16, device=device)
-        before, coefficient, found_inf = (scalar(number, device) for number in (4, 0.5, 0))
-        at = StepScalars(1e-3, 0.1, config.adam_eps, before, coefficient, found_inf)
-        UpdateRule(config, implementation).apply(p, g, states, at, out)
-        results.append((p, states["exp_avg"], v, out))
-    for ours, torchs in zip(*results, strict=True):
-        rtol = 2**-7 if ours.dtype == BF16 else 5e-7
-        torch.testing.assert_close(ours, torchs, rtol=rtol, atol=1e-9)
-
-
-def test_op_is_what_it_says(device):
-    p, g, m, v = draw(40, device)
-    scalars = (scalar(0, device), scalar(1, device), scalar(0, device), *SETTINGS.values())
-    for out in (torch.zeros(40, dtype=BF16, device=device), None):
-        torch.library.opcheck(adamw_.overload, (p, g, m, v, out, *scalars))

@@ -6,12 +6,10 @@ import pytest
 import torch
 from checks import assert_as_good, canaries
 from megatron.kernels import attention_launch, lang, philox
-from megatron.kernels.attention import attention_reference, flash_attention, keep_mask, unfit
+from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_backward import heads_of_a_program, why_not_atomic
 from megatron.kernels.attention_masks import attention_mask
 from torch.utils.checkpoint import checkpoint
-
-from megatron.model.dropout import Dropout
 
 KEY = philox.key(7, "attention")
 
@@ -33,24 +31,13 @@ def zigzag(s, t):
 # (s, t, b, n, g, d, dtype, tile, what the mask has, other options): each pair of settings is in
 # some row
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-FULL = {"causal": False}
+FULL, CAPPED = {"causal": False}, {"softcap": 3.0, "drop": 0.3}
 DOCUMENTS = {"documents": (33, 50), "window": 24}
 CASES = {
     "causal": (120, 120, 1, 1, 1, 64, BF16, 64, {}, {}),
     "odd_gqa": (45, 45, 1, 4, 2, 16, F32, 32, {}, {}),
     "full": (70, 101, 1, 2, 2, 16, F32, 32, FULL, {}),
-    "full_softcap_dropout_d96": (
-        40,
-        24,
-        1,
-        2,
-        1,
-        96,
-        BF16,
-        32,
-        FULL,
-        {"softcap": 3.0, "drop": 0.3},
-    ),
+    "full_softcap_dropout_d96": (40, 24, 1, 2, 1, 96, BF16, 32, FULL, CAPPED),
     "window": (80, 80, 1, 1, 1, 32, F32, 16, {"window": 37}, {}),
     "narrow_window_fewer_keys": (96, 70, 1, 2, 2, 16, F32, 32, {"window": 5}, {"softcap": 2.0}),
     "documents": (100, 100, 2, 1, 1, 16, BF16, 32, {"documents": (3, 40, 80)}, {}),
@@ -186,9 +173,6 @@ def test_what_an_older_gpu_is_given(monkeypatch):
     assert pointer is x and numbers == [5, 48, 288, 144, 48]
     assert "compute capability 8.0" in why_not_atomic(64, None, 0.0, 80)
     assert why_not_atomic(64, None, 0.0, 90) is None
-    assert all(unfit(d, 86, drop=0.1) is None for d in (64, 96, 128))
-    assert unfit(256, 80, softcap=1.0) is unfit(128, 80) is None
-    assert unfit(256, 89).endswith("threads, a GPU of compute capability 8.9 has 99")
 
 
 def test_rows_that_see_nothing(device):
@@ -201,26 +185,6 @@ def test_rows_that_see_nothing(device):
     assert_all_near((out, lse, dq, dk, dv), exact, torchs)
     assert (out[:20] == 0).all() and (lse[..., :20] == -torch.inf).all()
     assert (dq[:20] == 0).all() and (dk[s - 20 :] == 0).all()
-
-
-def test_parts_of_the_keys_join_by_lse(device):
-    """As ring attention does: later keys apart from earlier ones, which half of the rows do not
-    see.
-    """
-    tensors, gradients, (s, _, _), _, tile = make("odd_gqa", device)
-    at = torch.arange(s, device=device)
-
-    def joined(q, k, v, mask):
-        parts = []
-        for first, last in ((0, 24), (24, s)):
-            given = {"q_positions": at, "k_positions": at[first:last], "tile": tile}
-            part, own = attention_mask(s, last - first, **given), slice(first, last)
-            parts.append(flash_attention(q, k[own], v[own], scale=0.25, mask=part, tile=tile))
-        lse = torch.logaddexp(*(lse for _, lse in parts))
-        return sum(out * (of - lse).exp().permute(2, 0, 1)[..., None] for out, of in parts), lse
-
-    exact, torchs = defined(tensors, gradients, attention_mask(s, s), scale=0.25)
-    assert_all_near(results(joined, tensors, gradients, None), exact, torchs)
 
 
 @pytest.mark.parametrize("logit", [-300.0, 300.0, 20000.0])
@@ -257,23 +221,6 @@ def test_bad_numbers_stay_in_their_rows(device, where, bad):
     assert ours[2][: 32 if where == "k" else 40].isfinite().all() and not ours[2].isfinite().all()
 
 
-def test_dropout_mask_is_that_of_the_model(device):
-    """With v the identity, out holds the probabilities."""
-    site = Dropout(0.4, 11, "layers", 3, "attention.dropout")
-    size = 32
-    samples = torch.tensor([9, 4], device=device)
-    at = torch.arange(size // 2, size // 2 + size, device=device)
-    q, k = (torch.randn(size, 2, 2, size, device=device) for _ in range(2))
-    v = torch.eye(size, device=device)[:, None, None].expand(size, 2, 2, size)
-    k_at = torch.arange(size, device=device)
-    mask = attention_mask(size, size, q_positions=at, k_positions=k_at, tile=16)
-    given = {"drop": 0.4, "key": site.key, "sample_ids": samples, "first_head": 5, "tile": 16}
-    out, _ = flash_attention(q, k, v, scale=0.1, mask=mask, **given)
-    heads = torch.arange(5, 7, device=device)
-    kept = keep_mask(site.key, samples, heads, at, size, 0.4) & mask.dense(size, size, device)
-    assert torch.equal(out > 0, kept.permute(2, 0, 1, 3))
-
-
 def test_a_program_takes_the_heads_that_keep_the_gpu_busy(device, monkeypatch):
     """Two of four at a time; the other tests are so small that each head has its own program."""
     assert [heads_of_a_program(24, group, 132) for group in (1, 4, 6, 12)] == [1, 1, 1, 2]
@@ -291,51 +238,6 @@ def test_a_program_takes_the_heads_that_keep_the_gpu_busy(device, monkeypatch):
         assert_all_near(ours, exact, torchs)
 
 
-def test_definition_by_other_means(device):
-    """Written out with einsum, the mask of dropout drawn for one sample and head at a time."""
-    (q, k, v), _, (s, t, has), options, _ = make("documents_window_dropout", device)
-    q, k, v = (x.double().repeat(1, 1, n, 1) for x, n in ((q, 4), (k, 2), (v, 2)))
-    out, lse = attention_reference(q, k, v, mask=attention_mask(s, t, **has), **options)
-    at = torch.arange(s, device=device)
-    distance, starts = at[:, None] - at[None, :], has["document_starts"]
-    see = (distance >= 0) & (distance < has["window"]) & (at[None, None, :] >= starts[:, :, None])
-    x = torch.einsum("sbgnd,tbgd->bgnst", q.unflatten(2, (2, 2)), k).flatten(1, 2)
-    x = torch.where(see[:, None], x * options["scale"], -torch.inf).exp()
-    drop, first = options["drop"], options["first_head"]
-    keep = torch.stack(
-        [
-            torch.stack(
-                [
-                    philox.keep_mask(KEY, [id.expand(s), torch.full_like(at, head), at], t, drop)
-                    for head in range(first, first + x.shape[1])
-                ]
-            )
-            for id in options["sample_ids"]
-        ]
-    )
-    p = x / x.sum(-1, keepdim=True) * keep / (1 - drop)
-    want = torch.einsum("bgnst,tbgd->sbgnd", p.unflatten(1, (2, 2)), v).flatten(2, 3)
-    assert (out - want).abs().max() < 1e-12 and (lse - x.sum(-1).log()).abs().max() < 1e-12
-
-
-def test_gradients_of_the_definition():
-    q, k, v = (
-        torch.randn(4, 1, heads, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)
-    )
-    at, samples = torch.arange(4), torch.tensor([1])
-    options = {"scale": 0.7, "softcap": 2.0, "drop": 0.3, "key": KEY, "sample_ids": samples}
-    for mask in (
-        attention_mask(4, 4, window=3),
-        attention_mask(4, 4, q_positions=at, k_positions=at + 1),
-    ):
-
-        def attend(*x, mask=mask):
-            out, lse = attention_reference(*x, mask=mask, **options)
-            return out, lse.masked_fill(lse == -torch.inf, 0)
-
-        assert torch.autograd.gradcheck(attend, (q, k, v))
-
-
 class TestOps:
     """As torch sees them."""
 
@@ -348,23 +250,6 @@ class TestOps:
             return flash_attention(q, k, v, mask=mask, tile=16, scale=0.25, softcap=2.0)
 
         return attend, [x[:length] for x, length in zip(tensors, (24, 20, 20), strict=True)], mask
-
-    def test_opcheck(self, device):
-        tensors, (dout, dlse), (_, _, has), options, _ = make("documents_window_dropout", device)
-        tensors, dout = [x[:16, :1] for x in tensors], dout[:16, :1]
-        dlse, starts = dlse[:1, :, :16].contiguous(), has["document_starts"][:1, :16]
-        mask = attention_mask(16, 16, window=has["window"], document_starts=starts, tile=16)
-        of_mask = (mask.document_starts, mask.by_query, mask.by_key)
-        rest = (0.2, None, True, mask.window, None, None, *of_mask, 0.5, list(KEY))
-        rest = (*rest, options["sample_ids"][:1], 3, True, 16, "triton")
-        leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        torch.library.opcheck(torch.ops.megatron.flash_attention.default, (leaves, *rest))
-        out, lse = torch.ops.megatron.flash_attention(tensors, *rest)
-        torch.library.opcheck(
-            torch.ops.megatron.flash_attention_backward.default,
-            (dout, dlse, out, lse, tensors, *rest),
-            test_utils=("test_schema", "test_faketensor"),
-        )
 
     def gradients(self, attend, tensors):
         leaves = [x.detach().requires_grad_() for x in tensors]

@@ -7,10 +7,10 @@ import torch
 from megatron.kernels.attention_masks import (
     STEP,
     TILE,
+    Features,
     attention_mask,
     keys_of_queries,
     queries_of_keys,
-    schedule,
 )
 from megatron.kernels.lang import jit, tl
 
@@ -24,21 +24,15 @@ def bounds_kernel(
     s,
     t,
     by_query: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TABLE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     tile, b = tl.program_id(0), tl.program_id(1)
     if by_query:
-        low, full_low, full_high, high = keys_of_queries(
-            table, b, tile * M, s, t, CAUSAL, WINDOW, TABLE, M, N
-        )
+        low, full_low, full_high, high = keys_of_queries(table, b, tile * M, s, t, M, N, FEATURES)
     else:
-        low, full_low, full_high, high = queries_of_keys(
-            table, b, tile * N, s, t, CAUSAL, WINDOW, TABLE, M, N
-        )
+        low, full_low, full_high, high = queries_of_keys(table, b, tile * N, s, t, M, N, FEATURES)
     at = out + (b * tl.num_programs(0) + tile) * 4
     tl.store(at, low)
     tl.store(at + 1, full_low)
@@ -55,9 +49,10 @@ def check(mask, s, t, M, N, tile, by_query, device):
     tiles = -(-rows // row)
     table = mask.by_query if by_query else mask.by_key
     out = torch.full((len(see), tiles, 4), -1, dtype=torch.int32, device=device)
-    window, rows_of_table = mask.window or 0, 0 if table is None else tile
-    flags = (by_query, mask.causal, window, rows_of_table, M, N)
-    bounds_kernel[(tiles, len(see))](out, table, s, t, *flags)
+    has_documents = mask.document_starts is not None
+    served = 0 if table is None else tile
+    features = Features(mask.causal, mask.window or 0, served, has_documents)
+    bounds_kernel[(tiles, len(see))](out, table, s, t, by_query, M, N, features)
     spare = 0
     for b in range(len(see)):
         for index, (low, full_low, full_high, high) in enumerate(out[b].tolist()):
@@ -122,18 +117,3 @@ def test_tables_are_tight(device):
     assert check(mask, 640, 640, STEP, TILE, TILE, False, device) == 0
     ordered = attention_mask(640, 640, q_positions=at, k_positions=at)
     assert check(ordered, 640, 640, TILE, STEP, TILE, True, device) == 0
-
-
-@jit
-def schedule_kernel(out, blocks, heads, section):
-    block, head = schedule(tl.program_id(0), blocks, heads, section)
-    tl.store(out + tl.program_id(0), head * blocks + block)
-
-
-@pytest.mark.parametrize("blocks, heads, section", [(5, 7, 3), (1, 4, 9), (8, 6, 1), (3, 8, 4)])
-def test_every_block_of_every_head_once(device, blocks, heads, section):
-    out = torch.empty(blocks * heads, dtype=torch.int32, device=device)
-    schedule_kernel[(blocks * heads,)](out, blocks, heads, section)
-    assert out.sort().values.tolist() == list(range(blocks * heads))
-    # the first block of several heads before the second of any
-    assert (out[: min(section, heads)] % blocks == 0).all()

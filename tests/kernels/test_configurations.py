@@ -10,7 +10,7 @@ import torch
 from megatron.kernels import configurations, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_launch import Options, configuration
-from megatron.kernels.configurations import FILE, Row, find, index, read, shared_memory, write
+from megatron.kernels.configurations import FILE, Row, find, index, read, shared_memory
 from megatron.kernels.tools import manifest as gate
 from megatron.kernels.tools import tune
 from megatron.kernels.tools.shipped import compilations
@@ -108,4 +108,4 @@ def test_a_gpu_without_the_shared_memory_is_refused():
 
 
 def test_the_file_is_a_row_a_line():
-    assert write(ROWS) == FILE.read_text()
+    assert tune.write(ROWS) == FILE.read_text()

@@ -153,35 +153,3 @@ def test_layer_with_either_backend(device, softcap):
     for ours, torchs in zip(found["triton"], found["torch"], strict=True):
         rtol = 2**-7 if ours.dtype == torch.bfloat16 else 2e-6
         torch.testing.assert_close(ours, torchs, rtol=rtol, atol=1e-6)
-
-
-def test_layer_over_three_ranks(device, monkeypatch):
-    """Ranks in turn, the gathered numbers put in their place: what all three make of one row of
-    logits is what one makes.
-    """
-    logits, labels, dloss, dlse = draw(4, 90, 120, torch.float32, device)
-    loss, lse, dz = gradient(logits.double(), labels, 90, 3.0, dloss.double(), dlse.double())
-    pieces = logits.chunk(3, -1)
-    ranks = [TensorParallel(Axis("tp", rank, (0, 1, 2))) for rank in range(3)]
-    made = [layer.sharded_cross_entropy(40, 90, 3.0, tp, "triton") for tp in ranks]
-    parts = [
-        sharded.reduce(piece, labels - sharded.first)
-        for sharded, piece in zip(made, pieces, strict=True)
-    ]
-    monkeypatch.setattr(layer, "all_gather", lambda mine, axis: torch.stack(parts))
-    for sharded, piece, rank in zip(made, pieces, range(3), strict=True):
-        got_loss, got_lse = sharded.combine(parts[rank].clone())
-        torch.testing.assert_close(got_lse.double(), lse, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(got_loss.double(), loss, rtol=1e-6, atol=1e-6)
-        mine = piece.contiguous()
-        sharded.into_gradient(mine, labels - sharded.first, got_lse, dloss, dlse)
-        assert error(mine, dz.chunk(3, -1)[rank]) < 2e-6
-
-
-def test_ops_are_what_they_say(device):
-    logits, labels, dloss, dlse = draw(2, 20, 32, torch.float32, device)
-    torch.library.opcheck(cross_entropy_parts.overload, (logits.nan_to_num(), labels, 20, 3.0))
-    torch.library.opcheck(
-        cross_entropy_backward_.overload,
-        (logits.nan_to_num(), labels, dloss, dloss, dlse, 20, None),
-    )

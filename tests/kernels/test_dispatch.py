@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from megatron.kernels import apex, dispatch, fa4, lang
-from megatron.kernels.dispatch import OPERATORS, choose, flag_of
+from megatron.kernels import apex, dispatch, lang
+from megatron.kernels.dispatch import OPERATORS, Choice, choose
 from unit.model.made import norm
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
@@ -23,7 +25,7 @@ from megatron.optimizer.optimizer import sum_of_squares
 ROOT = Path(__file__).resolve().parents[2]
 TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
-QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0)
+QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0, kv_channels=64)
 FALLBACK = {operator: names[-1] for operator, names in OPERATORS.items()} | {
     "attention": "sdpa",
     "adam": "torch-fused",
@@ -34,50 +36,38 @@ WIN = dispatch.Measurement(
 )
 
 
-def of(model=QUIET, **optimizer):
-    return Config(
-        model=model, optimizer=OptimizerConfig(**optimizer), precision=PrecisionConfig(bf16=True)
+def run(cp: str = "", documents: bool = False, optimizer: dict | None = None, **model) -> Config:
+    """A run in bf16, with a type of context parallelism over four ranks."""
+    config = Config(
+        model=dataclasses.replace(QUIET, **model),
+        optimizer=OptimizerConfig(**optimizer or {}),
+        precision=PrecisionConfig(bf16=True),
     )
-
-
-def with_data(data, **model):
-    config = of(dataclasses.replace(QUIET, **model))
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+    data = dataclasses.replace(config.data, reset_attention_mask=documents)
+    sizes = {"context_parallel_size": 4, "cp_comm_type": cp} if cp else {}
+    if cp == "a2a+p2p":
+        sizes["hierarchical_context_parallel_sizes"] = (2, 2)
+    distributed = dataclasses.replace(config.distributed, **sizes)
+    return dataclasses.replace(config, data=data, distributed=distributed)
 
 
 @pytest.fixture
-def fake(tmp_path, monkeypatch):
-    """`fake(name, code)`: a module that is there for one test."""
-    made = []
+def fake(monkeypatch):
+    """`fake(name, function, ...)`: a module of these functions that is there for one test."""
 
-    def make(name: str, code: str = "") -> None:
-        package, _, _ = name.rpartition(".")
-        if package:
-            (tmp_path / package).mkdir()
-            (tmp_path / package / "__init__.py").write_text("")
-        made.extend(filter(None, (package, name)))
-        (tmp_path / f"{name.replace('.', '/')}.py").write_text(code)
+    def make(name: str, *functions: Callable) -> None:
+        module = types.ModuleType(name)
+        vars(module).update({function.__name__: function for function in functions})
+        monkeypatch.setitem(sys.modules, name, module)
         apex.missing.cache_clear()
 
-    monkeypatch.syspath_prepend(tmp_path)
     yield make
     apex.missing.cache_clear()
-    for name in made:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture
 def no_interpreter(monkeypatch):
     monkeypatch.setattr(lang, "interpreted", lambda: False)
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    """A machine whose table lists that Triton, or apex where that is not to be had, wins
-    everything.
-    """
-    won = {(op, name, lang.HOPPER): WIN for op in OPERATORS for name in ("triton", "apex")}
-    monkeypatch.setattr(dispatch, "MEASURED", won)
 
 
 def taken(operator, device=GPU, dtype=BF16):
@@ -86,144 +76,149 @@ def taken(operator, device=GPU, dtype=BF16):
 
 def test_auto_on_a_cpu_is_torch(no_interpreter):
     for operator in OPERATORS:
-        assert choose(operator, "auto", CPU, torch.float32) == dispatch.Choice(FALLBACK[operator])
+        assert choose(operator, "auto", CPU, torch.float32) == Choice(FALLBACK[operator])
 
 
-def test_auto_takes_triton_where_it_has_been_measured_to_win(measured):
-    won = dispatch.Choice("triton", "measured 1.34 times torch on NVIDIA H200")
+def test_auto_goes_by_what_was_measured(monkeypatch):
+    won = {(operator, "triton", lang.HOPPER): WIN for operator in OPERATORS}
+    monkeypatch.setattr(dispatch, "MEASURED", won)
     for operator in TRITON:
-        assert choose(operator, "auto", GPU, BF16) == won
+        choice = Choice("triton", "measured 1.34 times torch on NVIDIA H200")
+        assert choose(operator, "auto", GPU, BF16) == choice
         assert taken(operator, dtype=torch.float64) == FALLBACK[operator]
+    won["norm", "triton", lang.HOPPER] = dataclasses.replace(WIN, ratio=0.876, wins=False)
+    lost = Choice("torch", "triton: measured 0.88 times torch on NVIDIA H200")
+    assert choose("norm", "auto", GPU, BF16) == lost
 
 
 def test_auto_takes_triton_unmeasured_where_it_is_checked_at_start(monkeypatch):
     """On the architectures of which that was decided."""
-    unmeasured = dispatch.Choice("triton", dispatch.UNMEASURED)
     for operator in TRITON:
         if operator in dispatch.CHECKED:
-            assert choose(operator, "auto", GPU, BF16) == unmeasured
+            choice = Choice("triton", dispatch.UNMEASURED)
+            assert choose(operator, "auto", GPU, BF16) == choice
         else:
             assert taken(operator) == FALLBACK[operator]
+    unmeasured = f"triton is available if its flag asks for it; {dispatch.NOT_MEASURED}"
+    assert choose("init", "auto", GPU, BF16) == Choice("torch", unmeasured)
     for architecture in (86, 120):
         monkeypatch.setattr(lang, "capability", lambda device, found=architecture: found)
         assert all(taken(operator) == FALLBACK[operator] for operator in TRITON)
 
 
-def refused(message: str, operator: str, wanted: str, device=GPU, dtype=BF16) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
+# (run, device's architecture or None for a CPU, attention's backend that is taken)
+ATTENTION = [
+    *((run(**given), None, "auto") for given in ({}, {"documents": True}, {"cp": "p2p"})),
+    *((run(**given), 80, "auto") for given in ({}, {"cp": "a2a"})),
+    # torch's flash kernel cannot
+    (run(window_size=64), 80, "triton"),
+    (run(documents=True), 80, "triton"),
+    (run(attention_dropout=0.1), 80, "triton"),
+    (run(attn_logit_softcapping=30.0), 80, "triton"),
+    (run(cp="allgather"), 80, "triton"),
+    (run(cp="p2p"), 80, "triton"),
+    (run(), 90, "triton"),
+    # Gluon's kernels know no positions
+    (run(cp="a2a", window_size=8, attention_backend="gluon"), 90, "gluon"),
+    (run(cp="p2p", attention_backend="gluon"), 90, "gluon"),
+    (run(attention_backend="fa4"), 90, "fa4"),
+]
+
+
+@pytest.mark.parametrize("config, architecture, backend", ATTENTION)
+def test_attention_is_taken_by_what_it_has_to_compute(monkeypatch, config, architecture, backend):
+    if architecture:
+        monkeypatch.setattr(lang, "capability", lambda device: architecture)
+    chosen, choices = choose_kernels(config, GPU if architecture else CPU)
+    assert chosen.model.attention_backend == backend
+    assert backend != "fa4" or "never run" in choices["attention"].because
+
+
+RING = "on a GPU .* triton"
+ADAM = {"optimizer": {"adam_implementation": "apex"}}
+NARROW = {"optimizer": {"adam_implementation": "apex", "exp_avg_sq_dtype": "bf16"}}
+CAPPED = {"attn_logit_softcapping": 5.0, "deterministic_mode": False, "kv_channels": 128}
+# (beginning of the message, device, the run)
+REFUSED = [
+    ("--attention-backend fa4: cannot compute --window-size", GPU, {"window_size": 8}),
+    ("--attention-backend fa4: cannot compute --reset-attention-mask", GPU, {"documents": True}),
+    ("--attention-backend fa4: masks by positions", GPU, {"cp": "allgather"}),
+    ("--attention-backend fa4: it needs a GPU; drop the flag", CPU, {}),
+    ("--attention-backend gluon: masks by positions, .* a2a", GPU, {"cp": "allgather"}),
+    (
+        "--attention-backend gluon: masks by positions, .* a2a",
+        GPU,
+        {"cp": "a2a+p2p", "window_size": 8},
+    ),
+    (
+        r"--attention-backend sdpa: cannot compute --attention-dropout above 0 \(use 0\); drop the "
+        "flag, or take plain$",
+        CPU,
+        {"attention_dropout": 0.1},
+    ),
+    (
+        "--attention-backend triton: .*; drop the flag, or take sdpa or plain$",
+        GPU,
+        {"kv_channels": 12},
+    ),
+    (
+        "--attention-backend triton: --no-deterministic-mode with soft-capping of attention at "
+        "head dimension 128: .*, or take plain$",
+        GPU,
+        CAPPED,
+    ),
+    (f"--cp-comm-type p2p: {RING}", GPU, {"cp": "p2p", "attention_backend": "sdpa"}),
+    (rf"--cp-comm-type a2a\+p2p: {RING}", GPU, {"cp": "a2a+p2p", "attention_backend": "fa4"}),
+    (
+        ".*multiple of 8.*; give --cp-comm-type allgather or a2a$",
+        GPU,
+        {"cp": "p2p", "kv_channels": 12},
+    ),
+    (
+        "--adam-implementation apex: module amp_C is missing .*, or take torch-fused or torch$",
+        CPU,
+        ADAM,
+    ),
+    (
+        "--grad-norm-backend triton: it needs a GPU; drop the flag, or take torch$",
+        CPU,
+        {"optimizer": {"grad_norm_backend": "triton"}},
+    ),
+]
+
+
+@pytest.mark.parametrize("message, device, given", REFUSED)
+def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter, message, device, given):
+    if backend := re.match("--attention-backend (\\w+)", message):
+        given = {"attention_backend": backend[1], **given}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        choose_kernels(run(**given), device)
+
+
+@pytest.mark.parametrize(
+    "operator, wanted, device, dtype, message",
+    [
+        ("norm", "triton", CPU, BF16, "it needs a GPU; drop the flag, or take torch"),
+        ("attention", "triton", GPU, torch.float64, "float64; drop the flag, .* sdpa or plain"),
+        ("norm", "apex", GPU, BF16, "module fused_layer_norm_cuda is missing .*; drop the flag,"),
+    ],
+)
+def test_an_operator_is_refused(no_interpreter, operator, wanted, device, dtype, message):
+    with pytest.raises(ValueError, match=f"^--{operator}-backend {wanted}: {message}"):
         choose(operator, wanted, device, dtype)
 
 
-def refused_run(message: str, config, device=GPU) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        choose_kernels(config, device)
-
-
-def test_what_failed_its_check_is_not_taken(monkeypatch):
-    monkeypatch.setitem(dispatch.FAULTY, "norm", "the check at start failed")
-    assert choose("norm", "auto", GPU, BF16) == dispatch.Choice(
-        "torch", "triton: the check at start failed"
-    )
-    assert choose("rotary", "auto", GPU, BF16).implementation == "triton"
-    message = "--norm-backend triton: the check at start failed; drop the flag, or take torch"
-    refused(message, "norm", "triton")
-
-
-@pytest.mark.parametrize(
-    ("model", "data", "taken"),
-    [
-        ({}, {}, "auto"),
-        ({"window_size": 64}, {}, "triton"),
-        ({}, {"reset_attention_mask": True}, "triton"),
-        ({"attention_dropout": 0.1}, {}, "triton"),
-        ({"attn_logit_softcapping": 30.0}, {}, "triton"),
-    ],
-)
-def test_auto_takes_our_attention_where_torchs_flash_kernel_cannot(model, data, taken, monkeypatch):
-    """And on Hopper always."""
-    monkeypatch.setattr(lang, "capability", lambda device: 80)
-    config = with_data(data, kv_channels=64, **model)
-    assert choose_kernels(config, GPU)[0].model.attention_backend == taken
-    assert choose_kernels(config, CPU)[0].model.attention_backend == "auto"
-    monkeypatch.setattr(lang, "capability", lambda device: lang.HOPPER)
-    assert choose_kernels(config, GPU)[0].model.attention_backend == "triton"
-
-
-@pytest.mark.parametrize(
-    ("model", "data", "why"),
-    [
-        ({"window_size": 8}, {}, "cannot compute --window-size"),
-        ({}, {"reset_attention_mask": True}, "cannot compute --reset-attention-mask"),
-        ({"attn_logit_softcapping": 3.0}, {}, "cannot compute --attn-logit-softcapping"),
-    ],
-)
-def test_what_fa4_cannot_compute_is_refused(model, data, why):
-    config = with_data(data, kv_channels=64, attention_backend="fa4", **model)
-    refused_run(f"--attention-backend fa4: {why}", config)
-
-
-def shared(kind: str, backend: str, **model):
-    """A run of four context-parallel ranks."""
-    model = dataclasses.replace(QUIET, kv_channels=64, attention_backend=backend, **model)
-    config = of(model)
-    distributed = dataclasses.replace(
-        config.distributed,
-        context_parallel_size=4,
-        cp_comm_type=kind,
-        hierarchical_context_parallel_sizes=(2, 2) if kind == "a2a+p2p" else None,
-    )
-    return dataclasses.replace(config, distributed=distributed)
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "fa4"])
-@pytest.mark.parametrize("kind", ["p2p", "a2a+p2p"])
-def test_a_ring_on_a_gpu_needs_our_attention(kind, backend):
-    message = f"--cp-comm-type {re.escape(kind)}: on a GPU .* triton"
-    refused_run(message, shared(kind, backend))
-    assert choose_kernels(shared(kind, "auto"), CPU)[0].model.attention_backend == "auto"
-
-
-def test_a_ring_is_not_told_to_take_a_kernel_that_cannot_compute_it():
-    config = shared("p2p", "auto")
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, kv_channels=12))
-    refused_run(".*multiple of 8.*; give --cp-comm-type allgather or a2a$", config)
-
-
-@pytest.mark.parametrize(
-    ("kind", "model", "is_able"),
-    [
-        ("allgather", {}, False),
-        ("a2a", {"window_size": 8}, True),
-        ("p2p", {}, True),
-        ("a2a+p2p", {"window_size": 8}, False),
-    ],
-)
-def test_kernels_in_gluon_know_no_positions(kind, model, is_able):
-    """Nor does the fa4 backend."""
-    config = shared(kind, "gluon", **model)
-    if kind == "allgather":
-        refused_run("--attention-backend fa4: masks by positions", shared(kind, "fa4", **model))
-    if is_able:
-        assert choose_kernels(config, GPU)[0].model.attention_backend == "gluon"
-    else:
-        refused_run("--attention-backend gluon: masks by positions, .* a2a", config)
-
-
-@pytest.mark.parametrize(
-    ("kind", "taken"), [("a2a", "auto"), ("allgather", "triton"), ("p2p", "triton")]
-)
-def test_auto_takes_our_attention_for_positions(kind, taken, monkeypatch):
-    monkeypatch.setattr(lang, "capability", lambda device: 80)
-    assert choose_kernels(shared(kind, "auto"), GPU)[0].model.attention_backend == taken
-
-
-def test_fa4_is_taken_when_asked_for_alone():
-    asked = of(dataclasses.replace(QUIET, kv_channels=64, attention_backend="fa4"))
-    chosen, choices = choose_kernels(asked, GPU)
-    assert chosen.model.attention_backend == choices["attention"].implementation == "fa4"
-    assert "never run" in choices["attention"].because
-    refused_run("--attention-backend fa4: it needs a GPU; drop the flag", asked, CPU)
-    assert not fa4.is_installed() or torch.cuda.is_available()
+def test_apex_is_not_given_narrow_moments(monkeypatch):
+    won = {("adam", "apex", lang.HOPPER): WIN}
+    monkeypatch.setattr(dispatch, "MEASURED", won)
+    monkeypatch.setattr(apex, "missing", lambda feature: None)
+    monkeypatch.setattr(lang, "unfit", lambda device, dtype: "not here")
+    for narrow, name in (({}, "apex"), ({"exp_avg_dtype": "bf16"}, "torch-fused")):
+        chosen, _ = choose_kernels(run(optimizer=narrow), GPU)
+        assert chosen.optimizer.adam_implementation == name
+    message = "--adam-implementation apex: its moments are fp32, .*, or take torch-fused or torch$"
+    with pytest.raises(ValueError, match=message):
+        choose_kernels(run(**NARROW), GPU)
 
 
 def test_what_is_loaded_when_it_is_asked_for(tmp_path):
@@ -256,88 +251,6 @@ def test_what_is_loaded_when_it_is_asked_for(tmp_path):
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
-def test_auto_says_what_it_did_not_take_on_a_gpu():
-    unmeasured = f"triton is available if its flag asks for it; {dispatch.NOT_MEASURED}"
-    assert choose("init", "auto", GPU, BF16) == dispatch.Choice("torch", unmeasured)
-    wide = dispatch.Choice("sdpa", "triton: float64")
-    assert choose("attention", "auto", GPU, torch.float64) == wide
-
-
-def test_auto_does_not_take_what_was_measured_to_lose(monkeypatch):
-    lost = dataclasses.replace(WIN, ratio=0.876, wins=False)
-    monkeypatch.setattr(dispatch, "MEASURED", {("norm", "triton", lang.HOPPER): lost})
-    assert choose("norm", "auto", GPU, BF16) == dispatch.Choice(
-        "torch", "triton: measured 0.88 times torch on NVIDIA H200"
-    )
-
-
-def test_the_banner_groups_operators_by_reason():
-    choices = {
-        "norm": dispatch.Choice("torch", "slow"),
-        "rotary": dispatch.Choice("triton"),
-        "activation": dispatch.Choice("torch", "slow"),
-    }
-    assert remarks(choices) == ["norm, activation: slow"]
-
-
-def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter):
-    refused(
-        "--norm-backend triton: it needs a GPU; drop the flag, or take torch", "norm", "triton", CPU
-    )
-    refused(
-        "--attention-backend triton: float64; drop the flag, or take sdpa or plain",
-        *("attention", "triton", GPU, torch.float64),
-    )
-    refused(
-        "--norm-backend apex: module fused_layer_norm_cuda is missing .*; drop the flag, .*",
-        *("norm", "apex"),
-    )
-    for device, message, model in (
-        (
-            CPU,
-            r"sdpa: cannot compute --attention-dropout above 0 \(use 0\); drop the flag, or take "
-            "plain$",
-            {"attention_dropout": 0.1},
-        ),
-        (GPU, "triton: .*; drop the flag, or take sdpa or plain$", {"kv_channels": 12}),
-        (
-            GPU,
-            "triton: --no-deterministic-mode with soft-capping of attention at head dimension 128: "
-            ".*, or take plain$",
-            {"kv_channels": 128, "attn_logit_softcapping": 5.0, "deterministic_mode": False},
-        ),
-    ):
-        asked = {"attention_backend": message.partition(":")[0], **model}
-        config = of(dataclasses.replace(QUIET, **asked))
-        refused_run(f"--attention-backend {message}", config, device)
-
-
-@pytest.mark.parametrize("flag", ["exp_avg_dtype", "exp_avg_sq_dtype"])
-def test_apex_is_not_given_narrow_moments(flag, monkeypatch, measured):
-    monkeypatch.setattr(apex, "missing", lambda feature: None)
-    monkeypatch.setattr(lang, "unfit", lambda device, dtype: "not here")
-    for narrow, taken in (({}, "apex"), ({flag: "bf16"}, "torch-fused")):
-        assert choose_kernels(of(**narrow), GPU)[0].optimizer.adam_implementation == taken
-    message = "--adam-implementation apex: its moments are fp32, .*, or take torch-fused or torch$"
-    refused_run(message, of(adam_implementation="apex", **{flag: "bf16"}))
-
-
-def test_the_optimizers_rows(no_interpreter):
-    message = (
-        "--adam-implementation apex: module amp_C is missing .*, or take torch-fused or torch$"
-    )
-    refused_run(message, of(adam_implementation="apex"), CPU)
-    message = "--grad-norm-backend triton: it needs a GPU; drop the flag, or take torch$"
-    refused_run(message, of(grad_norm_backend="triton"), CPU)
-    chosen, choices = choose_kernels(of(), CPU)
-    assert (chosen.optimizer.adam_implementation, chosen.optimizer.grad_norm_backend) == (
-        "torch-fused",
-        "torch",
-    )
-    assert choose_kernels(chosen, CPU)[0] == chosen
-    assert "adam" in choices and "adam" not in choose_kernels(of(optimizer="sgd"), CPU)[1]
-
-
 def test_without_triton(monkeypatch, no_interpreter):
     monkeypatch.setattr(lang, "triton", None)
     assert lang.unfit(CPU, BF16) == "Triton is not installed (pip install triton)"
@@ -345,48 +258,66 @@ def test_without_triton(monkeypatch, no_interpreter):
 
 
 def test_a_model_is_built_without_auto(no_interpreter):
-    chosen, choices = choose_kernels(of(), CPU)
+    chosen, choices = choose_kernels(run(), CPU)
     resolved = chosen.model
     operators = ("norm", "rotary", "activation", "dropout", "cross_entropy")
     assert {getattr(resolved, f"{name}_backend") for name in operators} == {"torch"}
     assert resolved.attention_backend == "auto" and choices["attention"].implementation == "sdpa"
-    _, choices = choose_kernels(of(ModelConfig()), CPU)
+    _, choices = choose_kernels(run(attention_dropout=0.1), CPU)
     assert choices["attention"].implementation == "plain"
 
 
-def test_in_the_interpreter_a_flag_forces_triton():
-    if not lang.interpreted():
-        pytest.skip("there is a GPU")
-    fields = [flag_of(operator).removeprefix("--").replace("-", "_") for operator in TRITON]
-    model = ModelConfig(hidden_size=16, num_experts=2, moe_ffn_hidden_size=16)
-    forced = dataclasses.replace(
-        model, **{field: "triton" for field in fields if hasattr(model, field)}
-    )
-    given = of(forced, adam_implementation="triton", grad_norm_backend="triton")
-    chosen, choices = choose_kernels(given, CPU)
-    assert {choices[operator].implementation for operator in TRITON} == {"triton"}
-    assert chosen == dataclasses.replace(
-        given, model=dataclasses.replace(forced, weight_grad_backend="torch")
+def forward_affine(x, shape, weight, bias, eps):
+    return torch.native_layer_norm(x, shape, weight, bias, eps)
+
+
+def backward_affine(dy, mean, rstd, x, shape, weight, bias, eps, memory_efficient):
+    outputs = [True, True, True]
+    return torch.ops.aten.native_layer_norm_backward(
+        dy, x, shape, mean, rstd, weight, bias, outputs
     )
 
 
-def test_the_impostor_apex_is_recognised(fake):
-    for name in ("amp_C", "apex"):
-        fake(name)
-    assert apex.missing("adam").startswith("not NVIDIA's apex")
+def rms_forward_affine(x, shape, weight, eps):
+    rstd = (x.square().mean(-1) + eps).rsqrt()
+    return x * rstd[..., None] * weight, rstd
+
+
+def rms_backward_affine(dy, rstd, x, shape, weight, eps, memory_efficient):
+    normed = x * rstd[..., None]
+    d = dy * weight
+    dx = (d - normed * (d * normed).mean(-1, keepdim=True)) * rstd[..., None]
+    return dx, (dy * normed).sum((0, 1))
+
+
+def wgrad_gemm_accum_fp32(x, dy, grad):
+    grad.add_(dy.float().t() @ x.float())
+
+
+def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor):
+    (tensors,) = tensor_lists
+    assert chunk_size == 2048 * 32 and noop_flag.dtype == torch.int and per_tensor is False
+    assert len({tensor.dtype for tensor in tensors}) == 1
+    total = sum(tensor.float().square().sum() for tensor in tensors)
+    noop_flag.fill_(int(not total.isfinite()))
+    return total.sqrt().view(1), torch.empty(0)
+
+
+def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
+    return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
 
 
 def test_apex_is_found_by_what_it_holds(fake):
-    assert (
-        apex.missing("norm")
-        == "module fused_layer_norm_cuda is missing (NVIDIA's apex, built with its CUDA extensions)"
-    )
-    fake("fused_layer_norm_cuda", "def forward_affine(): ...\n")
+    """PyPI has another package of its name."""
+    extensions = "(NVIDIA's apex, built with its CUDA extensions)"
+    assert apex.missing("norm") == f"module fused_layer_norm_cuda is missing {extensions}"
+    fake("fused_layer_norm_cuda", forward_affine)
     assert apex.missing("norm").startswith(
         "not NVIDIA's apex: module 'fused_layer_norm_cuda' has no attribute 'backward_affine'"
     )
-    code = "def wgrad_gemm_accum_fp32(x, dy, grad):\n    grad.add_(dy.float().t() @ x.float())\n"
-    fake("fused_weight_gradient_mlp_cuda", code)
+    fake("amp_C")
+    assert apex.missing("adam").startswith("not NVIDIA's apex")
+    fake("fused_weight_gradient_mlp_cuda", wgrad_gemm_accum_fp32)
     assert apex.missing("weight-grad") is None
     dy, x, grad = torch.randn(5, 1, 3).bfloat16(), torch.randn(5, 1, 4).bfloat16(), torch.ones(3, 4)
     product = dy[:, 0].float().t() @ x[:, 0].float()
@@ -395,36 +326,13 @@ def test_apex_is_found_by_what_it_holds(fake):
         torch.testing.assert_close(grad, expected)
 
 
-APEX_NORMS = """
-import torch
-
-def forward_affine(x, shape, weight, bias, eps):
-    return torch.native_layer_norm(x, shape, weight, bias, eps)
-
-def backward_affine(dy, mean, rstd, x, shape, weight, bias, eps, memory_efficient):
-    outputs = [True, True, True]
-    return torch.ops.aten.native_layer_norm_backward(
-        dy, x, shape, mean, rstd, weight, bias, outputs
-    )
-
-def rms_forward_affine(x, shape, weight, eps):
-    rstd = (x.square().mean(-1) + eps).rsqrt()
-    return x * rstd[..., None] * weight, rstd
-
-def rms_backward_affine(dy, rstd, x, shape, weight, eps, memory_efficient):
-    normed = x * rstd[..., None]
-    d = dy * weight
-    dx = (d - normed * (d * normed).mean(-1, keepdim=True)) * rstd[..., None]
-    return dx, (dy * normed).sum((0, 1))
-"""
-
-
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_the_norms_of_apex_are_called_as_it_defines_them(kind, fake):
-    """With a stand-in for its extension that has its functions' order of arguments: the real one
-    has never been available.
+    """With stand-ins that have its functions' order of arguments: the real one has never been
+    available.
     """
-    fake("fused_layer_norm_cuda", APEX_NORMS)
+    of_rms = (rms_forward_affine, rms_backward_affine)
+    fake("fused_layer_norm_cuda", forward_affine, backward_affine, *of_rms)
     found = []
     for backend in ("torch", "apex"):
         layer = norm(kind, 8, 1e-5, backend).to_empty(device="cpu")
@@ -434,37 +342,14 @@ def test_the_norms_of_apex_are_called_as_it_defines_them(kind, fake):
         x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = layer(x)
         y.backward(torch.linspace(-1, 1, 48).view(3, 2, 8))
-        found.append(
-            [y.detach(), x.grad, *(parameter.main_grad for parameter in layer.parameters())]
-        )
-    for expected, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected)
+        found.append([y.detach(), x.grad, *(each.main_grad for each in layer.parameters())])
+    torch.testing.assert_close(found[1], found[0])
 
 
-AMP_C = """
-import torch
-
-def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor):
-    (tensors,) = tensor_lists
-    assert chunk_size == 2048 * 32 and noop_flag.dtype == torch.int and per_tensor is False
-    assert len({tensor.dtype for tensor in tensors}) == 1
-    total = sum(tensor.float().square().sum() for tensor in tensors)
-    noop_flag.fill_(int(not total.isfinite()))
-    return total.sqrt().view(1), torch.empty(0)
-"""
-APPLIER = """
-def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
-    return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
-"""
-
-
-def test_the_norm_of_apex_is_called_as_it_defines_it(fake):
-    """With stand-ins for its modules that have its functions' order of arguments: the real ones
-    have never been available. What fp32 cannot hold is not taken for a gradient that is not
-    finite.
-    """
-    fake("amp_C", AMP_C)
-    fake("apex.multi_tensor_apply", APPLIER)
+def test_the_gradient_norm_of_apex_is_called_as_it_defines_it(fake):
+    """What fp32 cannot hold is not taken for a gradient that is not finite."""
+    fake("amp_C", multi_tensor_l2norm)
+    fake("apex.multi_tensor_apply", multi_tensor_applier)
     assert apex.missing("grad-norm") is None
     pieces = [torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.randn(7)]
     exact, got = sum_of_squares(pieces), sum_of_squares(iter(pieces), CPU, "apex")
@@ -473,16 +358,14 @@ def test_the_norm_of_apex_is_called_as_it_defines_it(fake):
     for value, finite in ((1e30, True), (torch.inf, False), (torch.nan, False)):
         pieces[1][3] = value
         assert sum_of_squares(pieces, CPU, "apex").isfinite() == finite
-    assert float(sum_of_squares([], CPU, "apex")) == 0
 
 
-def test_who_takes_the_norm_of_apex_is_told(monkeypatch):
+def test_the_banner_groups_operators_by_reason(monkeypatch):
+    choices = {"norm": Choice("torch", "slow"), "rotary": Choice("triton")}
+    assert remarks(choices | {"activation": Choice("torch", "slow")}) == ["norm, activation: slow"]
     monkeypatch.setattr(apex, "missing", lambda feature: None)
-    _, choices = choose_kernels(of(grad_norm_backend="apex"), GPU)
+    _, choices = choose_kernels(run(optimizer={"grad_norm_backend": "apex"}), GPU)
     assert (
         "grad-norm: apex adds up in fp32, the others in float64; where its sum overflows "
         "torch's is taken; never run"
     ) in remarks(choices)
-    wide = dataclasses.replace(of(grad_norm_backend="apex"), precision=PrecisionConfig(fp64=True))
-    message = "--grad-norm-backend apex: it adds up in fp32; drop the flag, or take torch$"
-    refused_run(message, wide)

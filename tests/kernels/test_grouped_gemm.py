@@ -4,19 +4,16 @@ make of it.
 """
 
 import dataclasses
-import itertools
 from functools import partial
 
 import pytest
 import torch
-from checks import assert_as_good, canaries
+from checks import assert_as_good, check_case
 from megatron.kernels import dispatch
 from megatron.kernels import grouped_gemm as module
 from megatron.kernels.configurations import Row
 from megatron.kernels.grouped_gemm import (
-    grouped_gemm,
     grouped_gemm_reference,
-    grouped_weight_grad_,
     grouped_weight_grad_reference,
 )
 from torch import nn
@@ -60,42 +57,12 @@ def draw(counts, o, i, dtype, device):
     return x, dy, weight, ends
 
 
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("what", ["rows", "weight"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("counts, o, i", SHAPES)
-def test_rows(device, counts, o, i, dtype, turned):
-    x, dy, weight, ends = draw(counts, o, i, dtype, device)
-    rows = x if turned else dy
-    with canaries():
-        found = grouped_gemm(rows, weight, ends, turned)
-    exact = grouped_gemm_reference(rows.double(), weight.double(), ends, turned)
-    assert_as_good(found, exact, grouped_gemm_reference(rows, weight, ends, turned))
-
-
-@pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("counts, o, i", SHAPES)
-def test_weight_gradients(device, counts, o, i, dtype, overwrite):
-    x, dy, weight, ends = draw(counts, o, i, dtype, device)
-    before = torch.randn(weight.shape, device=device)
-    grad = torch.full_like(before, torch.nan) if overwrite else before.clone()
-    grouped_weight_grad_(grad, dy, x, ends, overwrite)
-    exact = grouped_weight_grad_reference(dy.double(), x.double(), ends)
-    torchs = grouped_weight_grad_reference(dy.float(), x.float(), ends)
-    start = torch.zeros_like(before) if overwrite else before
-    # operands are exact in fp32, products and sums are in fp32
-    assert_as_good(grad, exact + start.double(), torchs + start)
-    for expert, count in enumerate(counts):
-        if not count:
-            assert torch.equal(grad[expert], start[expert])
-
-
-def test_no_rows(device):
-    x, dy, weight, ends = draw((0, 0), 8, 16, torch.float32, device)
-    assert grouped_gemm(x, weight, ends, True).shape == (0, 8)
-    grad = torch.ones_like(weight)
-    grouped_weight_grad_(grad, dy, x, ends, True)
-    assert not grad.any()
+def test_against_the_definition(device, counts, o, i, dtype, what):
+    settings = {"counts": counts, "o": o, "i": i}
+    check_case(f"grouped_gemm {what}", settings, dtype, device, allocates=what == "rows")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -166,14 +133,3 @@ def test_what_is_refused(monkeypatch):
     monkeypatch.undo()  # the rows as they are shipped
     assert module.unfit(2, 90) is None and module.unfit(2, 80) is None
     assert "KiB of shared memory for a block of threads" in str(module.unfit(2, 120))
-
-
-def test_tiles_of_rows_cover_each_row_once(device):
-    """Every tile's expert and rows, by the definition."""
-    counts = (5, 0, 33, 16, 1)
-    ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=device)
-    x = torch.arange(1.0, sum(counts) + 1, device=device).unsqueeze(1)
-    weight = torch.tensor([1.0, 10.0, 100.0, 1000.0, 1e4], device=device).view(5, 1, 1)
-    found = grouped_gemm(x, weight, ends, True)
-    factors = weight.flatten().repeat_interleave(torch.tensor(counts, device=device))
-    assert torch.equal(found.flatten(), x.flatten() * factors)

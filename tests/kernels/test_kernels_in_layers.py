@@ -6,14 +6,12 @@ import pytest
 import torch
 from checks import error
 from selection import each_value
-from unit.model.made import norm as norm_layer
 
 from megatron.config.groups import ModelConfig
 from megatron.model import compile
 from megatron.model.compile import compile_layers
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import TransformerLayer
-from megatron.model.norm import AddNorm
 
 pytestmark = pytest.mark.table(traits=each_value)
 
@@ -141,28 +139,3 @@ def test_a_compiled_layer_has_the_eager_gradients(monkeypatch, name, device):
     for key in eager:
         # 100 roundings of 2^-24 in a row, all in one direction
         assert (eager[key] - compiled[key]).norm() <= 6e-6 * eager[key].norm(), key
-
-
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_gradients_of_a_sum_and_its_norm(kind, device):
-    """The norm, the sum, or both are used; a frozen weight's main_grad is not touched."""
-
-    def gradients(backend, uses, frozen=False):
-        norm = norm_layer(kind, 16, 1e-5, backend, layer=AddNorm).to_empty(device=device)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in norm.parameters():
-            parameter.data.copy_(torch.randn(16, generator=generator))
-            parameter.main_grad = torch.ones(16, device=device)
-            parameter.requires_grad_(not frozen)
-        x, residual, *dy = (torch.randn(3, 2, 16, generator=generator).to(device) for _ in range(4))
-        both = norm(x.requires_grad_(), residual.requires_grad_())
-        torch.autograd.backward([both[i] for i in uses], [dy[i] for i in uses])
-        return [x.grad, residual.grad, *(parameter.main_grad for parameter in norm.parameters())]
-
-    for uses in ((0,), (0, 1)):
-        for torchs, ours in zip(gradients("torch", uses), gradients("triton", uses), strict=True):
-            assert error(ours, torchs.double()) < 2e-6
-    assert all(
-        torch.equal(each, torch.ones_like(each))
-        for each in gradients("triton", (0,), frozen=True)[2:]
-    )

@@ -5,9 +5,11 @@ roundings, dropout included.
 import json
 from pathlib import Path
 
+import interpreter
 import pytest
 import torch
 from megatron.kernels.dispatch import OPERATORS, flag_of
+from parity.worker import run_case
 
 from pretrain_gpt import main
 
@@ -74,3 +76,27 @@ def test_losses_of_latent_attention_agree(one_thread, capsys, tmp_path):
     one, other = train(capsys, tmp_path, *LATENT), train(capsys, tmp_path, *LATENT, *ours)
     torch.testing.assert_close(torch.tensor(other), torch.tensor(one), rtol=2e-5, atol=0)
     assert one != other
+
+
+def steps_of_rank(flags: tuple[str, ...]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step of a run on this rank."""
+    interpreter.patch()
+    return [(step.loss, step.grad_norm) for step in run_case(flags).steps]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks have CPU tensors")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full",
+        "--context-parallel-size 2 --cp-comm-type allgather",
+        "--context-parallel-size 2 --cp-comm-type a2a",
+        "--context-parallel-size 2 --cp-comm-type p2p --seq-length 16",
+    ],
+)
+@pytest.mark.default("--context-parallel-size 2 --cp-comm-type p2p --seq-length 16")
+def test_losses_of_two_ranks_agree(gloo_world, layout):
+    flags, world = (*MODEL, *layout.split(), "--train-iters", "1"), gloo_world(2)
+    (torchs, _), (ours, _) = (world.run(steps_of_rank, (*flags, *more)) for more in ((), ALL))
+    assert len(torchs) == len(ours) == 1 and ours != torchs
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(torchs), rtol=2e-5, atol=0)

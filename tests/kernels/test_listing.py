@@ -1,6 +1,5 @@
 """What is read from a listing of machine code: its loops, and matrix products that wait."""
 
-import pytest
 from megatron.kernels.tools import listing
 
 CHAIN = """
@@ -63,15 +62,6 @@ def test_the_hot_loop_is_the_one_over_whole_blocks():
     assert listing.facts(around.format("")) == facts
 
 
-def test_without_products_the_longest_loop_that_goes_to_memory():
-    short = ".L_x_1:\n /*0000*/ STG.E R1 ;\n /*0010*/ @P0 BRA `(.L_x_1) ;\n"
-    long = ".L_x_2:\n /*0020*/ LDGSTS.E.128 R1 ;\n /*0030*/ NOP ;\n /*0040*/ @P0 BRA `(.L_x_2) ;\n"
-    idle = ".L_x_3:\n" + " /*0050*/ NOP ;\n" * 9 + " /*0060*/ @!P0 BRA `(.L_x_3) ;\n"
-    assert listing.hot_loop(short + long + idle) == ["LDGSTS.E.128", "NOP", "BRA"]
-    assert listing.facts(short + long + idle)["hot_cp_async"] == 1
-    assert listing.hot_loop(" /*0000*/ LDG.E R1 ;\n /*0010*/ EXIT ;\n") == []
-
-
 def test_a_wait_within_a_sum_is_serialised_and_one_after_it_is_not():
     assert listing.serialised(PROGRAM.format("")) == 0
     assert listing.serialised(PROGRAM.format(WAIT)) == 6
@@ -83,21 +73,6 @@ def test_a_wait_within_a_sum_is_serialised_and_one_after_it_is_not():
     assert listing.serialised(wait.join(code) + wait) == 4
     # all but the newest: what is waited for is not this sum
     assert listing.serialised(wait.replace("0x0", "0x1").join(code)) == 0
-
-
-@pytest.mark.parametrize(
-    "line, falls",
-    [
-        ("BRA `(.L_x_1)", False),
-        ("@P0 BRA `(.L_x_1)", True),
-        ("BRA !P2, `(.L_x_1)", True),
-        ("BRA.U UP0, `(.L_x_1)", True),
-        ("BRA.DIV UR4, `(.L_x_1)", True),
-    ],
-)
-def test_a_branch_with_a_condition_may_go_on(line, falls):
-    found, following = listing.blocks(f".L_x_1:\n /*0000*/ {line} ;\n /*0010*/ EXIT ;\n")
-    assert found[0].falls == falls and following[0] == ([0, 1] if falls else [0])
 
 
 def test_exponentials_beside_a_product_are_counted():

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,16 +99,3 @@ def test_a_difference_from_the_manifest_is_named():
     for other, lines in ((168, 0), (169, 1), (151, 1), (None, 1)):
         found = {"a": {"spilled": other}}
         assert len(manifest.differences(found, {"a": {"spilled": 160}}, whole=True)) == lines
-
-
-def test_products_that_wait_for_each_other_need_a_reason():
-    from megatron.kernels.tools import manifest
-
-    row = manifest.rows(only="attention_forward_128_causal")["attention_forward_128_causal"]
-    facts = json.loads(manifest.MANIFEST.read_text())["3.6.0"][row.name]
-    assert facts["hot_instructions"] > 0 and manifest.faults(row, facts) == []
-    waiting = facts | {"serialised": 20, "wgmma": 24}
-    (fault,) = manifest.faults(row, waiting)
-    assert fault.startswith("20 of 24 wgmma wait for the one before: registers are short")
-    excused = replace(row, row=replace(row.row, serialised="nothing else fits"))
-    assert manifest.faults(excused, waiting) == []

@@ -80,16 +80,8 @@ def test_what_won_is_written_and_nothing_else():
     assert tool.taken(table, unused) == table
 
 
-def test_only_whole_lines_of_this_device_count(tmp_path):
-    file = tmp_path / "tuned.jsonl"
-    assert tool.finished(file, ABOUT) == []
-    lines = [ABOUT | {"operator": "a"}, ABOUT | {"gpu": "A100"}, ABOUT | {"date": "2026-01-02"}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"operator": "b", "gp')
-    assert tool.finished(file, ABOUT) == [lines[0], lines[2]]
-
-
 def test_a_wrong_result_is_named():
-    good = cases.Case(lambda: (torch.ones(4),), lambda: (torch.ones(4),))
+    good = cases.Case(lambda: (torch.ones(4),), lambda _: (torch.ones(4),))
     assert cases.wrong(good) == ""
     for value, fault in ((1.1, "off by 0.1 of the norm"), (torch.nan, "nan")):
         made = torch.full((4,), value)
@@ -102,14 +94,6 @@ def test_a_wrong_result_is_named():
         assert find("norm backward", 90, kind="wide").numbers["block"] == 64
         raise ZeroDivisionError
     assert find("norm backward", 90, kind="wide") is row
-
-
-ONE_EACH = {row.operator: row for row in reversed(tool.rows_of(90)) if row.key.get("d", 64) == 64}
-
-
-@pytest.mark.parametrize("row", ONE_EACH.values(), ids=tool.title)
-def test_every_operator_is_right_at_the_size_that_is_compared(row, device):
-    assert cases.wrong(cases.case(row, device, True)) == ""
 
 
 @pytest.mark.full
