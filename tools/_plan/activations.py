@@ -4,18 +4,15 @@ by running the real layer on tensors without memory (layer_run.py), once for eac
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from math import prod
+from typing import NamedTuple
 
-from megatron.tools._plan.layer_run import (
-    SPLIT,
-    LayerRun,
-    PassBytes,
-    micro_batch_of,
-    without_experts,
-)
+from megatron.tools._plan.layer_run import SPLIT, LayerRun, micro_batch_of, without_experts
+from megatron.tools._plan.measured_pass import Between, MeasuredPass
 from megatron.tools._plan.state import element_sizes
 from megatron.tools._plan.work import UnitWork
 
@@ -29,9 +26,12 @@ from megatron.config.groups import (
     TrainingConfig,
 )
 from megatron.config.layers import layer_records
+from megatron.model.build import hidden_shape
 from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute, stage_offload, stage_recompute
 from megatron.model.stages import Stage
-from megatron.parallel.schedule import Kind
+
+EMBEDDING, HEAD = Stage(True, range(0), False), Stage(False, range(0), True)
+OF_EXPERTS = frozenset({"moe", "moe_act"})  # modules that layers without experts do not have
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,16 @@ class UnitBytes:
     # or their gradients come back, and while outputs come back
     dispatched: int = 0
     combined: int = 0
-    work: UnitWork | None = None  # of these passes
+
+
+class Unit(NamedTuple):
+    """What the passes of the one unit of `stage` depend on."""
+
+    config: Config
+    vocab_size: int
+    device: str
+    stage: Stage
+    choice: LayerRecompute
 
 
 def _local_shape(model: ModelConfig, tp: int) -> ModelConfig:
@@ -125,12 +134,15 @@ class Shape:
     def likes_inside(self) -> tuple[int, ...]:
         return _layers_like(self.of_units, False)
 
-    def config_of(self, stage: Stage) -> Config:
-        """What the passes of a stage of one unit depend on."""
-        if not stage.layers:
-            return self.of_ends
-        experts = self.config.model.expert_layers()
-        return self.of_units if experts[stage.layers.start] else self.of_dense
+    def unit(self, stage: Stage, choice: LayerRecompute = NO_RECOMPUTE) -> Unit:
+        """The one unit of a stage."""
+        config = self.of_ends
+        if stage.layers:
+            is_dense = not self.config.model.expert_layers()[stage.layers.start]
+            config = self.of_dense if is_dense else self.of_units
+            if is_dense and choice.modules & OF_EXPERTS:
+                choice = replace(choice, modules=choice.modules - OF_EXPERTS)
+        return Unit(config, self.vocab_size, self.device, stage, choice)
 
 
 def unit_config(config: Config) -> Config:
@@ -181,9 +193,50 @@ def _layers_like(config: Config, final_norm: bool) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def run_of(config: Config, vocab_size: int, device: str, stage: Stage) -> LayerRun:
+def _run_of(config: Config, vocab_size: int, device: str, stage: Stage) -> LayerRun:
     """One unit on the meta device."""
     return LayerRun(config, vocab_size, device, stage)
+
+
+# the passes of a unit that has one sample and all experts, by the samples and the ranks that share
+# the experts which it had in their place
+_known: defaultdict[Unit, dict[tuple[int, int], list[MeasuredPass]]] = defaultdict(dict)
+
+
+@cache
+def _passes(unit: Unit) -> list[MeasuredPass]:
+    """As `LayerRun.passes` returns them, without a run where runs with fewer and with more samples
+    or ranks show what they are.
+    """
+    samples, ranks = (
+        unit.config.training.micro_batch_size,
+        unit.config.distributed.expert_model_parallel_size,
+    )
+    config = unit.config.with_fields("training", micro_batch_size=1)
+    config = config.with_fields("distributed", expert_model_parallel_size=1)
+    known = _known[unit._replace(config=config)]
+    with_samples = {number: (number, other) for number, other in known if other == ranks}
+    with_ranks = {number: (other, number) for other, number in known if other == samples}
+    for value, places in ((samples, with_samples), (ranks, with_ranks)):
+        low = max((number for number in places if number < value), default=None)
+        high = min((number for number in places if number > value), default=None)
+        if low is None or high is None:
+            continue
+        between = Between(low, high, value)
+        found = [*map(between.passed, known[places[low]], known[places[high]])]
+        if None not in found:
+            break
+    else:
+        found = [*_run_of(*unit[:4]).passes(unit.choice)]
+    known[samples, ranks] = [each for each in found if each is not None]
+    return known[samples, ranks]
+
+
+def forget_passes() -> None:
+    """Run all units anew: what their passes take has been changed in their modules."""
+    for cached in (_passes, unit_bytes_of, _work_of):
+        cached.cache_clear()
+    _known.clear()
 
 
 def layer_stage(shape: Shape, index: int, *, final_norm: bool = True) -> Stage:
@@ -194,115 +247,57 @@ def layer_stage(shape: Shape, index: int, *, final_norm: bool = True) -> Stage:
 
 def layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     """One transformer layer."""
-    stage = layer_stage(shape, index)
-    return _unit_bytes(shape.config_of(stage), shape.vocab_size, shape.device, stage, choice)
+    return unit_bytes_of(shape.unit(layer_stage(shape, index), choice))
 
 
 @cache
-def _unit_bytes(
-    config: Config, vocab_size: int, device: str, stage: Stage, choice: LayerRecompute
-) -> UnitBytes:
-    run = run_of(config, vocab_size, device, stage)
-    if not choice.whole:
-        return _kept_unit(run, choice)
-    graph = LayerRecompute(choice.modules)
-    own = _unit_bytes(config, vocab_size, device, stage, graph)
-    passed = _whole_forward(config, vocab_size, device, stage, choice)
-    keeps_input = choice.first and not config.training.distribute_saved_activations
-    return replace(
-        own,
-        saved=passed.left,
-        forward=passed.peak - passed.left - (0 if keeps_input else run.hidden),
-        rebuilt=own,
-        keeps_input=keeps_input,
-    )
-
-
-def unit_work(shape: Shape, stage: Stage, choice: LayerRecompute = NO_RECOMPUTE) -> UnitWork:
-    """What the passes of the one unit of a stage compute, move and send."""
-    of_unit = shape.config_of(stage), shape.vocab_size, shape.device, stage
-    if choice.whole:
-        return _whole_passes(*of_unit, choice)[1]
-    work = _unit_bytes(*of_unit, choice).work
-    assert work is not None
-    return work
-
-
-@cache
-def _whole_passes(
-    config: Config, vocab_size: int, device: str, stage: Stage, choice: LayerRecompute
-) -> tuple[PassBytes, UnitWork]:
-    """The forward pass of a layer that is recomputed whole and alone in its group, and the work of
-    all its passes.
-    """
-    run = run_of(config, vocab_size, device, stage)
-    forward = run.forward(choice)
-    if not run.splits_backward:
-        return forward, UnitWork(forward.work, run.backward(Kind.BACKWARD).work)
-    inputs = run.backward(Kind.BACKWARD_INPUT).work
-    weights = run.backward(Kind.BACKWARD_WEIGHT).work
-    return forward, UnitWork(forward.work, inputs, weights)
-
-
-@cache
-def _whole_forward(
-    config: Config, vocab_size: int, device: str, stage: Stage, choice: LayerRecompute
-) -> PassBytes:
-    """The forward pass of a layer that is recomputed whole, alone or in a group of layers."""
-    if choice.first and choice.last:  # whose backward pass search and plan ask for as well
-        return _whole_passes(config, vocab_size, device, stage, choice)[0]
-    return run_of(config, vocab_size, device, stage).forward(choice)
-
-
-def _kept_unit(run: LayerRun, choice: LayerRecompute) -> UnitBytes:
-    """A unit whose graph is kept from its forward to its backward pass."""
-    forward = run.forward(choice)
-    kept = forward.left
-    backward = run.backward(Kind.BACKWARD)
-    work = UnitWork(forward.work, backward.work)
-    first = second = None
-    if run.splits_backward:
-        run.forward(choice)
-        first = run.backward(Kind.BACKWARD_INPUT)
-        second = run.backward(Kind.BACKWARD_WEIGHT)
-        work = UnitWork(forward.work, first.work, second.work)
-    there, back = forward.exchanges, backward.exchanges
+def unit_bytes_of(unit: Unit) -> UnitBytes:
+    """One unit alone."""
+    forward, *others = _passes(unit)
+    if unit.choice.whole:
+        training = unit.config.training
+        own = unit_bytes_of(unit._replace(choice=LayerRecompute(unit.choice.modules)))
+        keeps_input = unit.choice.first and not training.distribute_saved_activations
+        compute, _ = element_sizes(unit.config.precision)
+        hidden = 0 if keeps_input else prod(hidden_shape(unit.config)) * compute
+        return replace(
+            own,
+            saved=forward.left,
+            forward=forward.peak - forward.left - hidden,
+            rebuilt=own,
+            keeps_input=keeps_input,
+        )
+    kept, backward, halves = forward.left, others[0], others[1:]
+    there, back = forward.at_exchanges, backward.at_exchanges
     return UnitBytes(
         saved=kept - forward.logits,
         logits=forward.logits,
         forward=forward.peak - kept,
         backward=backward.peak - kept,
-        split=(first or backward).peak - kept,
-        deferred=first.left if first else 0,
-        weight=second.peak - first.left if first and second else 0,
-        head=run.model.head is not None,
+        split=(halves or others)[0].peak - kept,
+        deferred=halves[0].left if halves else 0,
+        weight=halves[1].peak - halves[0].left if halves else 0,
+        head=unit.stage.head,
         # rows go there behind the numbers of rows, and their weights behind the rows
         dispatched=max(there[2], back[-1]) - kept if len(there) > 2 else 0,
         combined=there[-1] - kept if len(there) > 2 else 0,
-        work=work,
     )
 
 
-@cache
-def _saved_bytes(
-    config: Config, vocab_size: int, device: str, stage: Stage, choice: LayerRecompute
-) -> int:
-    if not choice.whole:  # which its time is known by, too
-        return _unit_bytes(config, vocab_size, device, stage, choice).saved
-    return _whole_forward(config, vocab_size, device, stage, choice).left
+def unit_work(shape: Shape, stage: Stage, choice: LayerRecompute = NO_RECOMPUTE) -> UnitWork:
+    """What the passes of the one unit of a stage compute, move and send."""
+    return _work_of(shape.unit(stage, choice))
 
 
 @cache
-def _leaving(
-    config: Config,
-    vocab_size: int,
-    device: str,
-    stage: Stage,
-    choice: LayerRecompute,
-    modules: frozenset[str],
-) -> LeavingBytes:
-    run = run_of(config, vocab_size, device, stage)
-    sizes, *of_input = run.leaving(choice, modules)
+def _work_of(unit: Unit) -> UnitWork:
+    forward, backward, *halves = (each.work for each in _passes(unit))
+    return UnitWork(forward, *(halves or [backward]))
+
+
+@cache
+def _leaving(unit: Unit, modules: frozenset[str]) -> LeavingBytes:
+    sizes, *of_input = _run_of(*unit[:4]).leaving(unit.choice, modules)
     return LeavingBytes(tuple(sizes), *of_input)
 
 
@@ -314,13 +309,7 @@ def leaving_bytes(
         return None
     if choice.whole:  # of a group's layers the first one alone has inputs that leave
         choice = replace(choice, first=True)
-    stage = layer_stage(shape, index)
-    config = shape.config_of(stage)
-    return _leaving(config, shape.vocab_size, shape.device, stage, choice, modules)
-
-
-def _end(shape: Shape, stage: Stage) -> UnitBytes:
-    return _unit_bytes(shape.config_of(stage), shape.vocab_size, shape.device, stage, NO_RECOMPUTE)
+    return _leaving(shape.unit(layer_stage(shape, index), choice), modules)
 
 
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
@@ -338,9 +327,9 @@ def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
         return kinds[kind]
 
     return [
-        *([_end(shape, Stage(True, range(0), False))] if stage.embedding else []),
+        *([unit_bytes_of(shape.unit(EMBEDDING))] if stage.embedding else []),
         *map(layer, stage.layers, choices, going),
-        *([_end(shape, Stage(False, range(0), True))] if stage.head else []),
+        *([unit_bytes_of(shape.unit(HEAD))] if stage.head else []),
     ]
 
 
@@ -349,13 +338,9 @@ def kept_bytes(shape: Shape, stage: Stage) -> int:
     are left out.
     """
     training = shape.config.training
-    of_shape = shape.vocab_size, shape.device
     total = 0
-    for is_there, end in (
-        (stage.embedding, Stage(True, range(0), False)),
-        (stage.head, Stage(False, range(0), True)),
-    ):
-        total += _saved_bytes(shape.config_of(end), *of_shape, end, NO_RECOMPUTE) if is_there else 0
+    for is_there, end in ((stage.embedding, EMBEDDING), (stage.head, HEAD)):
+        total += _saved_bytes(shape.unit(end)) if is_there else 0
     counts = Counter(
         zip(
             (layer_stage(shape, index, final_norm=False) for index in stage.layers),
@@ -366,9 +351,25 @@ def kept_bytes(shape: Shape, stage: Stage) -> int:
     )
     for (like, choice, modules), count in counts.items():
         leaving = leaving_bytes(shape, like.layers[0], choice, modules)
-        own = _saved_bytes(shape.config_of(like), *of_shape, like, choice)
+        own = _saved_bytes(shape.unit(like, choice))
         total += count * (own - (leaving.total if leaving else 0))
     return total
+
+
+def _saved_bytes(unit: Unit) -> int:
+    forward = _passes(unit)[0]
+    return forward.left - forward.logits
+
+
+def running_bytes(shape: Shape, layers: range) -> int:
+    """What the backward pass of the last of these layers takes at least, in addition to what their
+    forward passes keep.
+    """
+    stage = layer_stage(shape, layers[-1], final_norm=False)
+    choice = stage_recompute(shape.config.training, layers)[-1]
+    unit = unit_bytes_of(shape.unit(stage, choice))
+    graph = unit.rebuilt or unit
+    return graph.saved - unit.saved + min(graph.backward, graph.split)
 
 
 def input_bytes(shape: Shape) -> int:

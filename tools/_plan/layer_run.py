@@ -15,15 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from megatron.kernels.lang import MEASURED
 from megatron.tools._plan import meta_results
-from megatron.tools._plan.operation_log import OperationLog, PendingExchange
+from megatron.tools._plan.measured_pass import MeasuredPass
+from megatron.tools._plan.operation_log import COLLECTIVE_LAUNCHES, OperationLog, PendingExchange
 from megatron.tools._plan.silent import SilentGroup
-from megatron.tools._plan.work import Work
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,7 +114,7 @@ class PlannedDevice(TorchFunctionMode):
     ) -> Tensor:
         """[N, i] times [E, i, o] -> [N, o]. torch's own meta kernel takes bf16 only."""
         if self.log is not None:
-            self.log.launches += 1
+            self.log.launches.append(1)
             self.log.grouped(rows, matrices.shape[2], matrices.shape[1], matrices.shape[0])
         return rows.new_empty((rows.shape[0], matrices.shape[-1]))
 
@@ -147,7 +148,8 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.log = log
         self.given = storages_of(given)
-        self.now = self.peak = 0
+        self.now = 0
+        self.changes: list[int] = []  # bytes of each storage made, or with a minus freed
         # By identity of torch's storage, which lives as long as the memory: its bytes, and the
         # shape of the tensor that it was made for.
         self.known: dict[int, tuple[Any, int, torch.Size]] = {}
@@ -189,11 +191,11 @@ class LiveBytes(TorchDispatchMode):
         self.add(size)
 
     def _forget(self, key: int) -> None:
-        self.now -= self.known.pop(key)[1]
+        self.add(-self.known.pop(key)[1])
 
     def add(self, size: int) -> None:
         self.now += size
-        self.peak = max(self.peak, self.now)
+        self.changes.append(size)
 
     def of_matrix(self, rows: int, columns: int) -> int:
         """Bytes of tensors with this last dimension and number of elements."""
@@ -218,31 +220,19 @@ class _Room:
 
 
 class MeasuredGroup(SilentGroup):
-    """Counts what collectives take. `exchanges`: the bytes that were alive at each all-to-all."""
+    """Counts what collectives take. `sent`: the number of changes before each all-to-all."""
 
     live: LiveBytes
 
     def __init__(self, gloo: bool):
         super().__init__(gloo)
-        self.exchanges: list[int] = []
+        self.sent: list[int] = []
 
     def hold(self, what: str, axis: Axis, size: int, result: Tensor, extra: int) -> _Room:
         if what == "all-to-all":
-            self.exchanges.append(self.live.now)
+            self.sent.append(len(self.live.changes))
         log = self.live.log
         return _Room(self.live, extra, log and log.exchange(what, axis.name, size))
-
-
-class PassBytes(NamedTuple):
-    """Of one pass: what it leaves, its peak, and what was alive at each all-to-all; and its work.
-    Weights, the micro-batch and the gradient of the output are not counted in bytes.
-    """
-
-    left: int
-    peak: int
-    exchanges: tuple[int, ...]
-    logits: int  # of what it leaves
-    work: Work
 
 
 class LayerRun:
@@ -264,10 +254,8 @@ class LayerRun:
         given = [*weights, *(each.main_grad for each in weights), *tensors_of(self.micro)]
         self.live = group.live = LiveBytes(given, self.log)
         self.group = group
-        shape = hidden_shape(config)
-        self.hidden = math.prod(shape) * self.model.dtype.itemsize
         shares = config.training.distribute_saved_activations
-        self.passes = OffloadingRunner(
+        self.runner = OffloadingRunner(
             META,
             config.training.min_offloaded_tensor_size,
             self.model.tp.axis if shares else ALONE,
@@ -276,11 +264,18 @@ class LayerRun:
         self.output: tuple[torch.Size, torch.dtype] = torch.Size(), self.model.dtype
         self.kept: list[Any] = []  # by the last pass
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether backward passes of this run come in two halves."""
-        is_split = self.config.distributed.pipeline_schedule == SPLIT
-        return is_split and self.layer.splits_backward
+    def passes(self, choice: LayerRecompute) -> list[MeasuredPass]:
+        """The forward pass and the backward pass, but that of a layer which is recomputed in a
+        group with others; and where backward passes come in two halves, these.
+        """
+        found = [self.forward(choice)]
+        if choice.whole and not (choice.first and choice.last):
+            return found
+        found.append(self.backward(Kind.BACKWARD))
+        if self.config.distributed.pipeline_schedule == SPLIT and self.layer.splits_backward:
+            self.forward(choice)
+            found += map(self.backward, (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+        return found
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -296,8 +291,9 @@ class LayerRun:
         """
         slices = [*ROW_SLICES(counts)]
         end = slices[-1][1].stop if slices else 0
-        # those near the end have fewer rows behind their own, by which a GEMM may be made larger
-        kinds = [(rows.stop - rows.start, min(end - rows.stop, experts.ROWS)) for _, rows in slices]
+        # on a CPU those near the end have fewer rows behind theirs, by which a GEMM may be larger
+        most = experts.ROWS if self.mode.device.type == "cpu" else 0
+        kinds = [(rows.stop - rows.start, min(end - rows.stop, most)) for _, rows in slices]
         for kind, times in Counter(kinds).items():
             with self.log.repeated(times):
                 yield slices[kinds.index(kind)]
@@ -308,20 +304,19 @@ class LayerRun:
             return None
         return torch.empty(hidden_shape(self.config), dtype=self.model.dtype, device=META)
 
-    def forward(self, choice: LayerRecompute) -> PassBytes:
+    def forward(self, choice: LayerRecompute) -> MeasuredPass:
         """A forward pass."""
-        self.kept = []
-        self.micro.routings.clear()
+        self._forget()
         with self.running():
             self.layer.choose_recompute(choice)
             self._begin()
             x = self._input()
-            y, kept = LayerRunner.forward(self.passes, self.layer, x, self.micro, {})
+            y, kept = LayerRunner.forward(self.runner, self.layer, x, self.micro, {})
             self.kept, self.output = [kept], (y.shape, y.dtype)
             del x, y, kept
         return self._measured(0)
 
-    def backward(self, kind: Kind) -> PassBytes:
+    def backward(self, kind: Kind) -> MeasuredPass:
         """A backward pass, or one half of one."""
         with self.running():
             shape, dtype = self.output
@@ -329,7 +324,7 @@ class LayerRun:
             dy = None if halved else torch.empty(shape, dtype=dtype, device=META)
             size = 0 if dy is None else dy.nbytes
             self._begin()
-            dx, left = LayerRunner.backward(self.passes, kind, self.layer, dy, self.kept.pop(), 1.0)
+            dx, left = LayerRunner.backward(self.runner, kind, self.layer, dy, self.kept.pop(), 1.0)
             self.kept = [left]
             del dx, dy, left
         return self._measured(size)
@@ -340,37 +335,50 @@ class LayerRun:
         """(bytes of the storages that go to the host where the inputs of `modules` do, whether the
         layer's input is one of them, whether nothing reads it).
         """
-        self.kept = []
-        passes, layer = self.passes, self.layer
+        self._forget()
+        runner, layer = self.runner, self.layer
         layer.choose_recompute(choice)
         layer.offloaded = modules
         with self.running():
             x = self._input()
             assert x is not None
             own = x.untyped_storage()._cdata
-            y, kept, parked = passes._forward_parking(layer, x, self.micro, {})
-            passes.one = None
+            y, kept, parked = runner._forward_parking(layer, x, self.micro, {})
+            runner.one = None
             del x, y
             is_unread = own not in self.live.known and not choice.whole
-            going = passes._going(layer, self.micro, parked)
+            going = runner._going(layer, self.micro, parked)
             leaves = any(each.tensor.untyped_storage()._cdata == own for each in going)
             return [each.size for each in going], leaves, is_unread
 
+    def _forget(self) -> None:
+        """What earlier passes have left: other runs have the same micro-batch."""
+        self.kept = []
+        self.micro.routings.clear()
+
     def _begin(self) -> None:
-        self.live.peak, self.group.exchanges = self.live.now, []
+        self.begin = np.array([size for _, size, _ in self.live.known.values()], np.int64)
+        self.live.changes, self.group.sent = [], []
         self.log.clear()
 
-    def _measured(self, output: int) -> PassBytes:
-        """Of the pass that has ended; `output`: bytes of the gradient of its output."""
-        head = self.model.head
-        return PassBytes(
-            self.live.now,
-            self.live.peak - output,
-            tuple(each - output for each in self.group.exchanges),
+    def _measured(self, output: int) -> MeasuredPass:
+        """The pass that has ended; `output`: bytes of the gradient of its output."""
+        head, log = self.model.head, self.log
+        return MeasuredPass(
+            self.begin,
+            np.array(self.live.changes, np.int64),
+            tuple(self.group.sent),
+            output,
             0
             if head is None
             else self.live.of_matrix(self.micro.labels.numel(), head.weight.shape[0]),
-            self.log.work(),
+            tuple(log.products),
+            tuple(log.cores),
+            np.array(log.streams, np.int64),
+            np.array(log.hidden, np.int64),
+            tuple(log.exchanges),
+            np.array([*log.launches, *[COLLECTIVE_LAUNCHES] * len(log.exchanges)], np.int64),
+            tuple(log.calls),
         )
 
 

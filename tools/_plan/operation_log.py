@@ -8,7 +8,6 @@ so a new layer or kernel is counted without a formula.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron.kernels.attention_launch import by_key_head
-from megatron.tools._plan.work import Core, Exchange, Product, Work
+from megatron.tools._plan.work import Core, Exchange, Product
 from torch import Tensor
 
 COLLECTIVE_LAUNCHES = 5  # a collective takes the host as long as that many kernels
@@ -55,13 +54,13 @@ class PendingExchange:
 
     def __init__(self, log: OperationLog, exchange: Exchange):
         self.log, self.exchange = log, exchange
-        self.at, self.started = len(log.exchanges), (log.gemms, len(log.cores))
+        self.at, self.started = len(log.exchanges), (len(log.products), len(log.cores))
         log.exchanges.append(exchange)
 
     def end(self) -> None:
         """Called when its result is waited for."""
-        gemms, cores = self.started
-        hidden_by = "products" if self.log.gemms > gemms else ""
+        products, cores = self.started
+        hidden_by = "products" if len(self.log.products) > products else ""
         if len(self.log.cores) > cores:
             hidden_by = hidden_by or "cores"
         ours = self.at < len(self.log.exchanges) and self.log.exchanges[self.at] is self.exchange
@@ -81,40 +80,25 @@ class OperationLog:
 
     def clear(self) -> None:
         """Begin a pass."""
+        self.products: list[Product] = []
         self.cores: list[Core] = []
+        self.streams: list[int] = []  # bytes of each tensor that a kernel reads or writes
+        self.hidden: list[int] = []  # likewise of kernels over the residual stream
         self.exchanges: list[Exchange] = []
-        self._clear_totals()
-
-    def _clear_totals(self) -> None:
-        self.products: Counter[Product] = Counter()
-        self.gemms = 0
-        self.streams = self.hidden = 0.0
-        self.launches = 0
-
-    def work(self) -> Work:
-        """Of the pass that has ended."""
-        return Work(
-            tuple(replace(each, count=each.count * n) for each, n in self.products.items()),
-            tuple(self.cores),
-            (self.streams,),
-            tuple(self.exchanges),
-            self.launches + COLLECTIVE_LAUNCHES * len(self.exchanges),
-            self.hidden,
-        )
+        self.launches: list[int] = []  # of each operator
+        self.calls: list[Any] = []  # operators
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
         """What runs inside, which exchanges nothing, counts that many times."""
-        before = self.products, self.gemms, self.streams, self.hidden, self.launches
-        self._clear_totals()
+        products = len(self.products)
+        added = [(each, len(each)) for each in (self.streams, self.hidden, self.launches)]
         yield
-        products, self.products = self.products, before[0]
-        for product, number in products.items():
-            self.products[product] += times * number
-        self.gemms = before[1] + times * self.gemms
-        self.streams = before[2] + times * self.streams
-        self.hidden = before[3] + times * self.hidden
-        self.launches = before[4] + times * self.launches
+        for place in range(products, len(self.products)):
+            each = self.products[place]
+            self.products[place] = replace(each, count=each.count * times)
+        for numbers, begin in added:
+            numbers[begin:] = [times * number for number in numbers[begin:]]
 
     def exchange(self, operation: str, axis: str, size: int) -> PendingExchange:
         """A collective or message that starts; `size`: bytes of the whole tensor."""
@@ -122,11 +106,12 @@ class OperationLog:
 
     def operator(self, function: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """An operator that has been called."""
+        self.calls.append(function)
         if function not in self.kinds:
             self.kinds[function] = self._kind(function)
         add = self.kinds[function]
         if add is not None:
-            self.launches += LAUNCHES.get(function.name(), 1)
+            self.launches.append(LAUNCHES.get(function.name(), 1))
             add(function, args, kwargs, out)
 
     def _kind(self, function: Any) -> Callable[..., None] | None:
@@ -152,8 +137,7 @@ class OperationLog:
 
     def product(self, product: Product) -> None:
         """A GEMM, or some of the same size."""
-        self.products[product] += 1
-        self.gemms += 1
+        self.products.append(product)
 
     def grouped(self, rows: Tensor, n: int, k: int, experts: int) -> None:
         """A GEMM for each of some experts that share these rows evenly."""
@@ -169,7 +153,7 @@ class OperationLog:
         fp8 = name == "_scaled_mm"
         self.product(Product(m, n, k, a.shape[:-2].numel(), fp8=fp8, wide=wide))
         if GEMMS[name][0] == 1 and args[0].dim() > 1 and kwargs.get("beta", 1):
-            self.streams += 2 * out.nbytes  # accumulates into what it read
+            self.streams.append(2 * out.nbytes)  # accumulates into what it read
 
     def _our_grouped_gemm(self, function: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         x, weight = args[:2]
@@ -180,7 +164,7 @@ class OperationLog:
         count = min(grad.shape[0], x.shape[0])
         if count:
             self.product(Product(grad.shape[2], grad.shape[1], x.shape[0] / count, count))
-        self.streams += 2 * grad.nbytes
+        self.streams.append(2 * grad.nbytes)
 
     # ---- attention
 
@@ -234,14 +218,14 @@ class OperationLog:
             written = [
                 value for each, value in named if each.alias_info and each.alias_info.is_write
             ]
-        size = _moved(name, read, written)
+        sizes = _moved(name, read, written)
         widest = max([*read, *written], key=Tensor.numel, default=None)
         if widest is None or not widest.is_meta:
-            self.launches -= 1  # a number of the host
+            self.launches.pop()  # a number of the host
         elif widest.shape == self.hidden_shape:
-            self.hidden += size
+            self.hidden += sizes
         else:
-            self.streams += size
+            self.streams += sizes
 
 
 def _is_view(function: Any) -> bool:
@@ -252,13 +236,13 @@ def _is_view(function: Any) -> bool:
     )
 
 
-def _moved(name: str, read: list[Tensor], written: list[Tensor]) -> int:
-    """Bytes that a kernel reads and writes."""
+def _moved(name: str, read: list[Tensor], written: list[Tensor]) -> list[int]:
+    """Bytes that a kernel reads and writes, of each tensor."""
     if name in SCATTERS:
-        return sum(map(_bytes, read[1:])) + 2 * read[-1].numel() * read[0].element_size()
+        return [*map(_bytes, read[1:]), 2 * read[-1].numel() * read[0].element_size()]
     if name in GATHERS:
-        return sum(map(_bytes, read[1:])) + 2 * sum(map(_bytes, written))
-    return sum(map(_bytes, read[name in OVERWRITES :])) + sum(map(_bytes, written))
+        return [*map(_bytes, read[1:]), *(2 * _bytes(each) for each in written)]
+    return [*map(_bytes, read[name in OVERWRITES :]), *map(_bytes, written)]
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

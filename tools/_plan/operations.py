@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from megatron.tools._plan.activations import Shape, layer_stage, unit_work
+from megatron.tools._plan.activations import EMBEDDING, HEAD, Shape, layer_stage, unit_work
 from megatron.tools._plan.program import OURS, Program
 from megatron.tools._plan.state import precisions
 from megatron.tools._plan.work import Exchange, Product, UnitWork, Work
@@ -15,14 +15,12 @@ from megatron.tools._plan.work import Exchange, Product, UnitWork, Work
 from megatron.config.groups import Config
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.recompute import LayerRecompute
-from megatron.model.stages import Stage
 
 # Bytes that torch's operators read and write for a bf16 logit: widened, its log-probability, the
 # largest one for the accuracy; zeros for the gradient, the gradient before and after the softmax,
 # narrowed.
 WHOLE_FORWARD = (2 + 4) + (4 + 4) + 4
 WHOLE_BACKWARD = 4 + (4 + 4 + 4) + (4 + 2)
-EMBEDDING, HEAD = Stage(True, range(0), False), Stage(False, range(0), True)
 
 
 class Operations:

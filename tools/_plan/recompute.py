@@ -51,7 +51,7 @@ MOST_CANDIDATES = 20_000
 FIELDS = [
     field.name
     for field in dataclasses.fields(UnitBytes)
-    if field.name not in ("head", "rebuilt", "keeps_input", "leaving", "work")
+    if field.name not in ("head", "rebuilt", "keeps_input", "leaving")
 ]
 
 

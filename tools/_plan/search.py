@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.tools._plan.activations import kept_bytes
+from megatron.tools._plan.activations import kept_bytes, running_bytes
 from megatron.tools._plan.engine import Ledger
 from megatron.tools._plan.hardware import Hardware
 from megatron.tools._plan.memory import PlannedSteps, schedule_of
@@ -61,6 +61,9 @@ FLAGS = {
 }
 
 
+ON_HOST = "optimizer", "optimizer_cpu_offload"
+SAMPLES = "training", "micro_batch_size"
+EP = "distributed", "expert_model_parallel_size"
 MODULES = ("layernorm", "mlp_act")  # that selective recomputation begins with
 
 
@@ -83,7 +86,7 @@ def _rung(
         if offloaded < 1:
             found["training", "activation_offload_fraction"] = offloaded
     if optimizer:
-        found["optimizer", "optimizer_cpu_offload"] = True
+        found[ON_HOST] = True
     return found
 
 
@@ -349,15 +352,18 @@ class Search:
         small enough for it to fit, or to be shown as one that does not. None as of `candidate`, and
         where there is none.
         """
-        most = NEAR * self.hardware.memory_gib
+        most, is_too_large = NEAR * self.hardware.memory_gib, False
         for rung in range(level, len(self.rungs)):
+            if is_too_large and ON_HOST not in self.rungs[rung]:
+                continue  # recomputation makes neither weights nor optimizer smaller
             try:
                 model = self.model(change | self.rungs[rung])
             except UserError:
                 return None
             if model is None or held_gib(model, has_optimizer=False) > most:  # at every rung
                 return None
-            if held_gib(model) <= most:
+            is_too_large = held_gib(model) > most
+            if not is_too_large:
                 return self.timed(change | self.rungs[rung], rung, model)
         return None
 
@@ -402,6 +408,8 @@ class Search:
         if None in (*sizes, config.training.global_batch_size):
             raise ArgumentErrors(cross_field_faults(*asked))
         changes = [*layouts(config, self.vocab_size, self.world_size, self.hardware.node_size)]
+        # what layers take of some sizes follows from what they take of smaller and larger ones
+        changes.sort(key=lambda change: _inner(change, config.model.num_experts or 0))
         if not changes:
             raise ArgumentErrors(
                 [
@@ -477,15 +485,18 @@ def held_gib(model: StepModel, rank: int = 0, *, has_optimizer: bool = True) -> 
 
 
 def running_gib(model: StepModel, rank: int) -> float:
-    """Gathered weights and whole gradients of a rank's last layer at ZeRO 3, in whose backward pass
-    all that the micro-batches keep is there.
+    """What the backward pass of a rank's last layer takes at least, in which all that the
+    micro-batches keep is there: at ZeRO 3 with gathered weights and whole gradients.
     """
-    layers = [index for stage in model.stages_of(rank) for index in stage.layers]
-    if model.config.distributed.zero_stage < 3 or not layers:
+    stages = [stage.layers for stage in model.stages_of(rank)]
+    if not all(stages):  # an embedding or a head alone
         return 0.0
-    parameters = model.buffers(model.layer_parameters(layers[-1]))
-    gathered = sum(count for _, count, shard in parameters if shard > 1)
-    return gathered * (model.size.compute + model.size.gradient) / 2**30
+    running = min(running_bytes(model.operations.shape, layers) for layers in stages)
+    if model.config.distributed.zero_stage == 3:
+        parameters = model.buffers(model.layer_parameters(stages[-1][-1]))
+        gathered = sum(count for _, count, shard in parameters if shard > 1)
+        running += gathered * (model.size.compute + model.size.gradient)
+    return running / 2**30
 
 
 def most_kept(model: StepModel, rank: int) -> int:
@@ -504,6 +515,14 @@ def most_kept(model: StepModel, rank: int) -> int:
         elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             now -= each[stage]
     return most
+
+
+def _inner(change: Change, experts: int) -> int:
+    """The number of settings of which a layout has neither the least value nor the most. Ranks with
+    one expert, or all, are unlike the others.
+    """
+    ends = MICRO_BATCHES[0], MICRO_BATCHES[-1]
+    return (change[SAMPLES] not in ends) + (2 < change.get(EP, 1) < experts // 2)
 
 
 def _levels() -> set[tuple[str, str]]:

@@ -20,9 +20,9 @@ from distributed.pool import Worlds  # noqa: E402
 
 HIDDEN = 64
 MODEL = (
-    f"{measured.LLAMA} --num-layers 2 --hidden-size {HIDDEN} --ffn-hidden-size 224 "
-    "--num-attention-heads 4 --group-query-attention --num-query-groups 1 --micro-batch-size 1 "
-    f"{measured.FULL}"
+    f"{measured.flags_of('LLAMA FULL')} --num-layers 2 --hidden-size {HIDDEN} "
+    "--ffn-hidden-size 224 "
+    "--num-attention-heads 4 --group-query-attention --num-query-groups 1 --micro-batch-size 1"
 )
 FUSED = "--fused-linear-cross-entropy"
 EXCHANGED = "--context-parallel-size 2 --cp-comm-type a2a --zero-stage 3"

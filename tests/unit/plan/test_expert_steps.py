@@ -13,7 +13,7 @@ import pytest
 from megatron.tools._plan.activations import Shape, layer_stage
 from megatron.tools._plan.advice import transfers
 from megatron.tools._plan.hardware import Hardware, load_hardware
-from megatron.tools._plan.layer_run import LayerRun, PassBytes
+from megatron.tools._plan.layer_run import LayerRun
 from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.rows import read_rows
 from megatron.tools._plan.search import RECOMPUTE_EXPERTS, Search, layouts
@@ -31,7 +31,6 @@ from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.model.arithmetic import unit_flops
 from megatron.model.experts import experts
 from megatron.model.recompute import NO_RECOMPUTE, WHOLE, choice_of
-from megatron.parallel.schedule import Kind
 
 MODEL = (
     "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5632 --swiglu "
@@ -94,11 +93,11 @@ def test_experts_with_as_many_rows_are_run_once(device, monkeypatch):
     """
     config = asked("--seq-length 1364 --grouped-gemm-backend torch ")
     shape = Shape(resolve(config, 8, VOCABULARY).config, VOCABULARY, device)
-    stage = layer_stage(shape, 1)
+    unit = shape.unit(layer_stage(shape, 1))
 
-    def passes() -> list[PassBytes]:
-        run = LayerRun(shape.config_of(stage), VOCABULARY, device, stage)
-        return [run.forward(NO_RECOMPUTE), run.backward(Kind.BACKWARD)]
+    def passes() -> list[tuple]:
+        found = LayerRun(*unit[:4]).passes(NO_RECOMPUTE)
+        return [(each.left, each.peak, each.at_exchanges, each.work) for each in found]
 
     few = passes()
     every = mock.Mock(side_effect=experts.row_slices)

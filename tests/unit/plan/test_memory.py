@@ -58,6 +58,7 @@ KERNELS = {
 def configure(
     precision: PrecisionConfig = PrecisionConfig(),
     training: dict | None = None,
+    distributed: dict | None = None,
     tp: int = 1,
     sp: bool = False,
     world: int | None = None,
@@ -74,7 +75,10 @@ def configure(
         data=data,
         optimizer=OptimizerConfig(lr=1.0),
         distributed=DistributedConfig(
-            tensor_model_parallel_size=tp, sequence_parallel=sp, world_size=world or tp
+            tensor_model_parallel_size=tp,
+            sequence_parallel=sp,
+            world_size=world or tp,
+            **(distributed or {}),
         ),
     )
     return with_cpu_kernels(resolve(config, world or tp, VOCAB).config)

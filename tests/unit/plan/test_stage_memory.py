@@ -1,14 +1,14 @@
-"""The memory estimate of pipeline ranks: what each stage keeps against autograd, what is in flight
-against the schedules' bounds.
+"""The memory estimate of pipeline ranks against the stages that are built and the bytes that live
+while the executor runs them, and the lines about stages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import repeat
 
 import pytest
+import test_memory
 import torch
 import torch.distributed as dist
 from megatron.benchmarks.peers.pipeline_rank import VIRTUAL, memory
@@ -20,39 +20,17 @@ from megatron.tools._plan.memory import (
     schedule_of,
     stage_parameters,
 )
-from megatron.tools._plan.silent import SilentGroup
 from megatron.tools._plan.stages import stage_lines
-from test_memory import (
-    BATCH,
-    DRY,
-    GROUPED,
-    ROPE,
-    SEQ,
-    VOCAB,
-    with_cpu_kernels,
-)
-from unit.by_hand import KeptWeights
+from test_memory import BATCH, DRY, GROUPED, ROPE, SEQ, VOCAB
 
-from megatron.config.groups import (
-    Config,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainingConfig,
-)
-from megatron.config.validate import resolve
-from megatron.distributed.groups import Axis, Layout, build_groups
+from megatron.config.groups import Config
+from megatron.distributed.groups import Axis, Layout
 from megatron.distributed.setup import make_groups
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
-from megatron.model.layer import Layer, TransformerLayer
 from megatron.model.spec import TensorParallel
-from megatron.model.stages import Stage, pipeline_stages
+from megatron.model.stages import pipeline_stages
 from megatron.parallel.blocks import Block, build_blocks
-from megatron.parallel.pipeline import Pipeline
-from megatron.parallel.schedule import Kind, Schedule, build_schedule
 
 LLAMA = {
     **DRY,
@@ -73,91 +51,16 @@ def configure(
     recompute: bool = False,
     **distributed,
 ) -> Config:
-    config = Config(
-        model=ModelConfig(
-            **{"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4, **(model or {})}
-        ),
-        precision=PrecisionConfig(),
-        data=DataConfig(mock_data=True, vocab_size=VOCAB - 1, seq_length=SEQ),
-        optimizer=OptimizerConfig(lr=1.0),
-        training=TrainingConfig(
-            micro_batch_size=BATCH,
-            train_iters=1,
-            global_batch_size=BATCH * micro_batches,
-            recompute_granularity="full" if recompute else None,
-        ),
-        distributed=DistributedConfig(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            world_size=pp * tp,
-            **distributed,
-        ),
+    return test_memory.configure(
+        training={
+            "global_batch_size": BATCH * micro_batches,
+            "recompute_granularity": "full" if recompute else None,
+        },
+        distributed={"pipeline_model_parallel_size": pp, **distributed},
+        tp=tp,
+        world=pp * tp,
+        **{"num_layers": layers, **(model or {})},
     )
-    return with_cpu_kernels(resolve(config, pp * tp, VOCAB).config)
-
-
-class CountingPasses:
-    """Counts pairs of layer and micro-batch from the forward pass to the weight gradient."""
-
-    def __init__(self) -> None:
-        self.now = self.most = 0
-
-    def forward(
-        self, layer: Layer, x: torch.Tensor | None, micro: object, scalars: dict
-    ) -> tuple[torch.Tensor, None]:
-        if isinstance(layer, TransformerLayer):
-            self.now += 1
-            self.most = max(self.most, self.now)
-        return torch.empty(2, device="meta"), None
-
-    def backward(
-        self, kind: Kind, layer: Layer, dy: torch.Tensor | None, saved: object, aux_scale: float
-    ) -> tuple[torch.Tensor, None]:
-        if isinstance(layer, TransformerLayer):
-            self.now -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        return torch.empty(2, device="meta"), None
-
-
-@pytest.mark.parametrize("ranks, m", [(2, 1), (2, 8), (3, 5), (4, 3), (8, 64)])
-def test_what_is_in_flight(ranks, m):
-    def peaks(name: str, virtual: int = 1) -> list[int]:
-        schedule = build_schedule(name, ranks, virtual, m)
-        return [most(schedule, rank) for rank in range(ranks)]
-
-    def most(schedule: Schedule, rank: int) -> int:
-        last = schedule.stages - 1
-        stages = tuple(
-            Stage(stage == 0, range(stage, stage + 1), stage == last)
-            for stage, where in enumerate(schedule.placement)
-            if where == rank
-        )
-        config = configure(1, schedule.stages, DRY).model
-        model = GPTModel(
-            config, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float32, seed=1, stages=stages
-        )
-        groups = build_groups(
-            Layout(pp=ranks), rank, lambda ranks, group_desc: SilentGroup(gloo=True)
-        )
-        passes = CountingPasses()
-        Pipeline(
-            model,
-            KeptWeights(),
-            passes,
-            schedule.placement,
-            (1, 1, 1),
-            groups,
-            torch.device("meta"),
-        ).run(schedule, repeat(None))
-        return passes.most
-
-    assert peaks("gpipe") == [m] * ranks
-    assert peaks("1f1b") == [min(m, ranks - rank) for rank in range(ranks)]
-    assert peaks("zero-bubble") == [min(m, ranks)] * ranks
-    assert max(peaks("zero-bubble-v", 2)) == min(2 * m, 2 * ranks)  # stages are half as large
-    if m % ranks == 0:  # Narayanan et al. 2021
-        assert peaks("interleaved", 2) == [
-            min(2 * m, 2 * (ranks - rank - 1) + ranks + 1) for rank in range(ranks)
-        ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""Passes with numbers of samples that no run had, from runs with fewer and with more."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from megatron.tools._plan.activations import HEAD, Shape, layer_stage
+from megatron.tools._plan.layer_run import LayerRun
+from megatron.tools._plan.measured_pass import Between, MeasuredPass
+from test_expert_steps import TP2, VOCABULARY, asked
+
+from megatron.config.validate import resolve
+from megatron.model.recompute import NO_RECOMPUTE, WHOLE, LayerRecompute, choice_of
+from megatron.model.stages import Stage
+
+LATENT = (
+    "--multi-latent-attention --qk-layernorm --kv-lora-rank 512 --qk-head-dim 128 "
+    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-shared-expert-intermediate-size 1024 "
+)
+# larger ones are cut into pieces
+WHOLE_GEMMS = "--no-tp-comm-overlap "
+ZERO_BUBBLE = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble "
+
+
+EP, SAMPLES = "--expert-model-parallel-size", "--micro-batch-size"
+
+
+def passes(flags: str, index: int, choice: LayerRecompute) -> list[MeasuredPass]:
+    """Those of a layer, or of the head where `index` is -1."""
+    shape = Shape(resolve(asked(flags), 8, VOCABULARY).config, VOCABULARY)
+    stage: Stage = HEAD if index < 0 else layer_stage(shape, index)
+    return LayerRun(*shape.unit(stage)[:4]).passes(choice)
+
+
+def size(each: MeasuredPass) -> tuple:
+    return each.left, each.peak, each.at_exchanges, each.logits, each.work
+
+
+@pytest.mark.parametrize(
+    "setting, flags, index, choice",
+    [
+        (SAMPLES, TP2 + WHOLE_GEMMS + f"{EP} 8 " + LATENT, 1, NO_RECOMPUTE),
+        (SAMPLES, "--moe-token-dispatcher-type allgather ", 1, choice_of("layernorm+moe")),
+        (SAMPLES, TP2 + WHOLE_GEMMS + ZERO_BUBBLE, 0, NO_RECOMPUTE),
+        (SAMPLES, f"{EP} 8 ", 1, WHOLE),
+        (SAMPLES, "--vocab-size 2000 ", -1, NO_RECOMPUTE),
+        (EP, TP2 + LATENT, 1, NO_RECOMPUTE),
+        (EP, "", 1, WHOLE),
+    ],
+)
+def test_passes_between_two_runs_are_those_of_a_run(setting, flags, index, choice):
+    low, middle, high = (passes(f"{flags} {setting} {n}", index, choice) for n in (2, 4, 8))
+    found = [*map(Between(2, 8, 4).passed, low, high)]
+    assert [size(each) for each in found if each] == [size(each) for each in middle]
+
+
+def test_sizes_that_neither_grow_nor_fall_are_not_known():
+    low, high = (passes(f"{SAMPLES} {n}", 0, NO_RECOMPUTE)[0] for n in (1, 4))
+    passed = Between(1, 4, 2).passed
+    assert passed(low, high) is not None
+    limited = high.changes.copy()
+    limited[np.flatnonzero(limited > 0)[0]] -= 1  # as a kernel's workspace that has a most
+    assert passed(low, dataclasses.replace(high, changes=limited)) is None
+    assert passed(low, dataclasses.replace(high, calls=high.calls[1:])) is None
+    assert passed(low, dataclasses.replace(high, products=high.products[1:])) is None
