@@ -36,11 +36,7 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
 
 
 def build_stages(
-    config: Config,
-    vocab_size: int,
-    groups: Groups,
-    device: torch.device,
-    stages: tuple[Stage, ...],
+    config: Config, vocab_size: int, groups: Groups, device: torch.device, stages: tuple[Stage, ...]
 ) -> GPTModel:
     """These stages of the model; no layer is recomputed or offloaded."""
     distributed = config.distributed

@@ -27,7 +27,7 @@ from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.embedding import Embedding
 from megatron.model.experts.moe import ExpertParallel, MoE, Routing, aux_outputs
 from megatron.model.experts.router import AUX_LOSS
-from megatron.model.linear import column_linear
+from megatron.model.linear import column_function
 from megatron.model.loss import cross_entropy, linear_cross_entropy, sharded_cross_entropy
 from megatron.model.mlp import MLP, TiledMLP
 from megatron.model.norm import AddNorm
@@ -346,6 +346,7 @@ class HeadLayer(Layer):
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
         spec = vocabulary_matrix(config, vocab_size, padded_vocab, head=True)
         self.weight = spec.parameter(tp) if tied is None else tied
+        self.project = column_function(tp)
         self.cross_entropy = sharded_cross_entropy(
             self.weight.shape[0],
             vocab_size,
@@ -359,7 +360,7 @@ class HeadLayer(Layer):
         # For generation and comparisons: all columns are here.
         assert self.tp.size == 1
         cap = self.config.final_logit_softcapping
-        z = column_linear(x, self.weight, None, self.tp)[..., : self.vocab_size]
+        z = self.project(x, self.weight, None, self.tp)[..., : self.vocab_size]
         return z if cap is None else cap * torch.tanh(z / cap)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
@@ -367,7 +368,7 @@ class HeadLayer(Layer):
         if self.config.fused_linear_cross_entropy:
             loss, lse = linear_cross_entropy(x, self.weight, micro.labels, self.cross_entropy)
         else:
-            logits = column_linear(x, self.weight, None, self.tp)
+            logits = self.project(x, self.weight, None, self.tp)
             loss, lse = cross_entropy(logits, micro.labels, self.cross_entropy)
         # Sums over tokens, not means: the step divides by the valid tokens of all ranks once.
         mask = micro.loss_mask.to(loss.dtype)

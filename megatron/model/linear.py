@@ -78,10 +78,7 @@ def dgrad(dy: Tensor, weight: Tensor, *, weight_grad: bool) -> tuple[Tensor, Ten
 
 
 def accumulate_weight_grad(
-    dy: Tensor | Quantised,
-    x: Tensor,
-    weight: nn.Parameter,
-    gemm: Callable[..., None] | None = None,
+    dy: Tensor | Quantised, x: Tensor, weight: nn.Parameter, gemm: Callable[..., None] | None = None
 ) -> None:
     """Add the gradient dy^T x of a weight to its main_grad, or put it there if that holds nothing
     yet. `dy` is as `dgrad` returns it, or as it came; `gemm`: in place of `wgrad_gemm`.
@@ -415,11 +412,9 @@ def worth_cutting(x: Tensor, outputs: int) -> bool:
     return not x.is_cuda or tiles >= multiprocessors(x.device)
 
 
-def column_linear(
-    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
-) -> Tensor:
-    """x [s, b, i] (under SP this rank's s / size) -> [s, b, o / size]."""
-    return (_Linear if tp.size == 1 else _ColumnLinear).apply(x, weight, bias, tp)
+def column_function(tp: TensorParallel) -> Callable[..., Tensor]:
+    """(x [s, b, i], under SP this rank's s / size; weight, bias, tp) -> [s, b, o / size]."""
+    return (_Linear if tp.size == 1 else _ColumnLinear).apply
 
 
 class Linear(nn.Module):

@@ -174,8 +174,8 @@ def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """`cross_entropy` of `column_linear(x, weight)`, from x [s, b, h] (under SP this rank's
-    s / size), this rank's rows of the weight [padded v / size, h], and labels [s, b].
+    """`cross_entropy` of the logits of a column-parallel layer, from x [s, b, h] (under SP this
+    rank's s / size), this rank's rows of the weight [padded v / size, h], and labels [s, b].
 
     The forward pass makes the logits of one chunk after the other and keeps of each token the
     log-sum-exp; the backward pass makes them again, turns them into their gradient where they are,

@@ -183,10 +183,7 @@ class MLP(nn.Module):
             for part in parts
         )
         fc2 = matrix(
-            f"{name}.down.weight",
-            (h, f),
-            normal(config, residual_output=True),
-            shard=Shard(1),
+            f"{name}.down.weight", (h, f), normal(config, residual_output=True), shard=Shard(1)
         )
         fc1_bias = None
         fc2_bias = None

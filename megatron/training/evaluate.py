@@ -15,7 +15,6 @@ from megatron.data.loader import Source
 from megatron.distributed.collectives import all_gather, all_reduce
 from megatron.kernels import philox
 from megatron.model.layer import HeadLayer, MicroBatch
-from megatron.model.linear import column_linear
 from megatron.training.passes import run_micro_batches
 from megatron.training.run import Run
 
@@ -153,7 +152,7 @@ def _logits_at(head: HeadLayer, x: Tensor, micro: MicroBatch, position: int) -> 
         place, held = int(here.int().argmax()), bool(here.any())
     part = x.shape[0]  # with sequence parallelism the positions of one rank
     row = place % part
-    z = column_linear(x[row : row + 1, :1], head.weight, None, tp)  # [1 or ranks, 1, v / size]
+    z = head.project(x[row : row + 1, :1], head.weight, None, tp)  # [1 or ranks, 1, v / size]
     z = z[place // part if tp.sequence else 0, 0].double()
     z = all_gather(z[None], tp.axis).flatten()[: head.vocab_size]
     cap = head.config.final_logit_softcapping

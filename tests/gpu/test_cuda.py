@@ -15,7 +15,7 @@ from megatron.distributed.setup import set_determinism
 from megatron.model import loss as loss_module
 from megatron.model.attention.attention import attention_core
 from megatron.model.embedding import accumulate_embedding_grad
-from megatron.model.linear import column_linear, wgrad_gemm
+from megatron.model.linear import column_function, wgrad_gemm
 from megatron.model.loss import cross_entropy, sharded_cross_entropy
 from megatron.model.spec import NO_TP, Box
 from megatron.training import pretrain as pretrain_module
@@ -180,7 +180,9 @@ def test_head_and_loss_in_chunks(monkeypatch):
         if fused:
             loss, lse = loss_module.linear_cross_entropy(x, weight, labels, sharded)
         else:
-            loss, lse = cross_entropy(column_linear(x, weight, None, NO_TP), labels, sharded)
+            loss, lse = cross_entropy(
+                column_function(NO_TP)(x, weight, None, NO_TP), labels, sharded
+            )
         (loss + 1e-2 * lse.square()).sum().backward()
         results.append((loss.detach(), x.grad, weight.main_grad))
     for ours, apart in zip(*results, strict=True):

@@ -219,12 +219,7 @@ class Experts(nn.Module):
 
     recomputable = {"moe_act": "activate"}
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        name: str,
-        grid: TensorParallel,
-    ):
+    def __init__(self, config: ModelConfig, name: str, grid: TensorParallel):
         super().__init__()
         self.fc1, self.fc2 = (spec.parameter(grid) for spec in _expert_specs(config, name))
         self.backend = config.grouped_gemm_backend

@@ -213,6 +213,27 @@ RULES = """
 2 --zero-stage 2 --cuda-graphs
     --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move;
 
+# context parallelism
+3 --context-parallel-size 3 --seq-length 64
+    --seq-length 64: must be a multiple of 6 with --context-parallel-size 3; the nearest is 66
+4 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4
+    must be two sizes, of the ranks that exchange heads and of the ring, with the product
+4 --context-parallel-size 4 --cp-comm-type p2p --attention-dropout 0.1 --seq-length 48
+    must be a multiple of 32 with --attention-dropout in a ring of 4 ranks, four keys at a time
+
+# 8-bit floats
+--fp8-format e4m3 --fp8-min-width 129
+    no linear layer has 129 inputs and outputs, the widest has 64 of the fewer
+--fp8-recipe rowwise
+    --fp8-recipe rowwise: has no effect without --fp8-format
+2 --fp8-format e4m3 --fp8-min-width 64 --fp8-recipe blockwise --no-fp8-wgrad --hidden-size 256 \
+--ffn-hidden-size 384 --tensor-model-parallel-size 2
+    mlp.fc1 has 192 outputs on each tensor-parallel rank
+    mlp.fc2 has 192 inputs on each tensor-parallel rank
+2 --fp8-format e4m3 --fp8-min-width 64 --fp8-recipe blockwise --hidden-size 256 \
+--ffn-hidden-size 512 --seq-length 256 --context-parallel-size 2
+    blocks of tokens would hold other tokens than in one process; give --no-fp8-wgrad
+
 # stages of a pipeline
 4 --num-layers 30 @pp 4
     --num-layers 30: must be a multiple of @pp 4; the nearest is 32, or give

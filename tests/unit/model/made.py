@@ -49,10 +49,7 @@ def norm(
 
 
 def table(
-    rows: int,
-    width: int,
-    tp: TensorParallel = NO_TP,
-    name: str = "table.weight",
+    rows: int, width: int, tp: TensorParallel = NO_TP, name: str = "table.weight"
 ) -> Embedding:
     """An embedding of `rows` rows, over all ranks."""
     matrix = TensorSpec(name, (rows, width), DRAWN, "embedding", shard=Shard(0))

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.arguments import parse_arguments
-from megatron.config.errors import ArgumentErrors
-from megatron.config.validate import resolve
 from megatron.model.attention import context_parallel
 from megatron.model.attention.context_parallel import heads_for_sequence, places_of
 
@@ -62,36 +59,6 @@ def test_documents_are_given_out_by_work(size, length, mean, window):
         assert np.array_equal(places, places_of(length, size, starts.copy(), window))
         work = visible_pairs(places, starts, window)
         assert work.max() <= 1.02 * work.mean()
-
-
-FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64
---micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99"""
-
-
-@pytest.mark.parametrize(
-    "flags, world, text",
-    [
-        (
-            "--context-parallel-size 3",
-            3,
-            "must be a multiple of 6 with --context-parallel-size 3; the nearest is 66",
-        ),
-        (
-            "--context-parallel-size 4 --cp-comm-type a2a+p2p "
-            "--hierarchical-context-parallel-sizes 2 4",
-            4,
-            "must be two sizes, .* with the product --context-parallel-size 4",
-        ),
-        (
-            "--context-parallel-size 4 --cp-comm-type p2p --attention-dropout 0.1 --seq-length 48",
-            4,
-            "a multiple of 32 with .* a ring of 4 ranks, four keys at a time; .* is 64",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_fix(flags, world, text):
-    with pytest.raises(ArgumentErrors, match=text):
-        resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, world, 100)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.model import loss as module
-from megatron.model.linear import column_linear
+from megatron.model.linear import column_function
 from megatron.model.loss import cross_entropy, linear_cross_entropy, sharded_cross_entropy
 from megatron.model.spec import NO_TP
 
@@ -35,7 +35,7 @@ def head(x, weight, *, fused, vocabulary, softcap, tp, frozen=False, micro_batch
         if fused:
             loss, lse = linear_cross_entropy(x, weight, labels, sharded)
         else:
-            loss, lse = cross_entropy(column_linear(x, weight, None, tp), labels, sharded)
+            loss, lse = cross_entropy(column_function(tp)(x, weight, None, tp), labels, sharded)
         ((loss + 0.1 * lse.square()) * draw(S, B, seed=2)).sum().backward()
     return loss.detach(), lse.detach(), x.grad, weight.main_grad
 

@@ -26,10 +26,7 @@ CHOICES = [*((each,) for each in MODULES), ("layernorm", "mlp"), ("qkv", "core_a
 
 KINDS = {  # of operators; F.linear is one of the first three
     **dict.fromkeys(("mm", "addmm", "addmm_"), "linear"),
-    **dict.fromkeys(
-        ("bmm", "_scaled_dot_product_flash_attention_for_cpu"),
-        "attention",
-    ),
+    **dict.fromkeys(("bmm", "_scaled_dot_product_flash_attention_for_cpu"), "attention"),
 }
 
 

@@ -13,12 +13,7 @@ from unit.model.made import linear
 
 from megatron.distributed.groups import Layout, build_groups
 from megatron.model import linear as linear_module
-from megatron.model.linear import (
-    ColumnLinear,
-    RowLinear,
-    add_weight_grads,
-    deferring_weight_grads,
-)
+from megatron.model.linear import ColumnLinear, RowLinear, add_weight_grads, deferring_weight_grads
 from megatron.model.spec import NO_TP, TensorParallel
 
 S, B, H, F = 8, 2, 12, 24
@@ -116,9 +111,7 @@ def order_of_work(overlap):
             lambda x, axis: (axis.size > 1 and events.append("gather")) or start(x, axis),
         ),
         mock.patch.object(
-            linear_module,
-            "wgrad_gemm",
-            lambda *args: events.append("product") or product(*args),
+            linear_module, "wgrad_gemm", lambda *args: events.append("product") or product(*args)
         ),
     ):
         add_weight_grads(left)
