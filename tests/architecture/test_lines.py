@@ -12,6 +12,7 @@ LINES = {
     "megatron/checkpoint": 5066,
     "megatron/config": 5147,
     "megatron/data": 1590,
+    "megatron/model": 6338,
     "megatron/observe": 1182,
     "megatron/optimizer": 1551,
     "megatron/parallel": 3436,
