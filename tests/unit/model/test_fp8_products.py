@@ -1,4 +1,4 @@
-"""Products of 8-bit floats against a definition of a few lines in float64; which layers form them."""
+"""Products of 8-bit floats against a short definition in float64; which layers form them."""
 
 import itertools
 from unittest import mock
