@@ -89,7 +89,7 @@ def goodput(folder: str | Path) -> Goodput:
     events = read_events(path)
     if not events:
         raise UserError(f"{path}: not an events file: none of its lines is an event of a run")
-    # Rows of metrics tell only how long a killed start lived; a long run has many.
+    # Rows of metrics show only how long a killed start lived; a long run has many.
     metrics, starting = Path(folder) / "metrics.jsonl", {"event": "start"}
     last = [
         one for one, after in itertools.pairwise([*events, starting]) if after["event"] == "start"
