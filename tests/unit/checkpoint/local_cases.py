@@ -186,7 +186,7 @@ def save_with_pictures(
     return taken
 
 
-# ---- mutants: mistakes that the tests must notice ------------------------------------------------
+# ---- faults, and other arithmetic ------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -202,15 +202,6 @@ def _no_space_for_copies() -> Iterator[None]:
         yield
 
 
-def _incomplete_xor_blocks() -> contextlib.AbstractContextManager:
-    real = xor.Stripe._pieces
-    return mock.patch.object(
-        xor.Stripe,
-        "_pieces",
-        lambda stripe, of, without=-1: real(stripe, of, without)[without < 0 :],
-    )
-
-
 def _damaged_pieces() -> contextlib.AbstractContextManager:
     real = exchange.read_piece
 
@@ -224,13 +215,9 @@ def _damaged_pieces() -> contextlib.AbstractContextManager:
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "no space for copies": _no_space_for_copies,
-    "nothing is fetched": lambda: mock.patch.object(
-        LocalCheckpoint, "fetch", lambda self, boxes: 0
-    ),
     "the folder of any run": lambda: mock.patch.object(
         Nodes, "run_folder", lambda self, run: self.root / "run"
     ),
-    "a piece in no XOR block": _incomplete_xor_blocks,
     "damaged on the way": _damaged_pieces,
     "XOR groups of three": lambda: mock.patch.object(xor, "XOR_GROUP", 3),
 }
@@ -239,18 +226,13 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
 # ---- whole runs ----------------------------------------------------------------------------------
 
 
-def on_nodes(each: int, mutant: str | None, function: Callable, *args: object) -> object:
-    """A function of reshard_cases, every `each` ranks of which see a node's folder of their own,
-    under a mutant.
-    """
+def on_nodes(each: int, function: Callable, *args: object) -> object:
+    """A function of reshard_cases, every `each` ranks of which see a node's folder of their own."""
 
     def apart(root: str | Path, ranks: Ranks) -> Nodes:
         return find_nodes(Path(root, str(ranks.world.rank // each)), ranks)
 
-    with (
-        mock.patch.object(checkpoints, "find_nodes", apart),
-        MUTANTS[mutant]() if mutant else contextlib.nullcontext(),
-    ):
+    with mock.patch.object(checkpoints, "find_nodes", apart):
         return function(*args)
 
 

@@ -174,8 +174,7 @@ def test_a_zombie_of_an_earlier_attempt_cannot_replace_what_was_saved_since(root
 
 
 def fails_and_recovers(root, text, big) -> None:
-    kept = r"Older checkpoints are untouched \(newest: iteration 1\)"
-    with pytest.raises(CheckpointError, match=f"iteration 2 was not saved: {text}.*{kept}"):
+    with pytest.raises(CheckpointError, match=f"iteration 2 was not saved: {text}"):
         save_checkpoint(root, 2, pairs(big), STATE)
     loads(silently(open_checkpoint, root).path, example(1))
     assert listing(root) == WHOLE

@@ -315,7 +315,7 @@ def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(
         CheckpointError,
-        match=r"iteration 2 was not saved: No space left on device.*newest: iteration 1",
+        match=r"iteration 2 was not saved: No space left on device",
     ):
         save_checkpoint(tmp_path, 2, pairs(example(2)), {})
     assert len(calls) <= 8 + 2 * 2, "the others wrote on"

@@ -25,7 +25,7 @@ def folders(root: Path) -> tuple:
 def run(gloo_world, root: Path, *more: object) -> str:
     """What rank 0 printed, or the error of all."""
     words = flags(FEATURE, LAYOUT, *folders(root), *EVERY, *more)
-    return gloo_world(LAYOUTS[LAYOUT][0]).run(on_nodes, 2, None, start, words)[0]
+    return gloo_world(LAYOUTS[LAYOUT][0]).run(on_nodes, 2, start, words)[0]
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +112,9 @@ def test_any_layout_on_any_nodes(gloo_world, died, layout, each):
     arguments = flags(FEATURE, layout, *folders(died), "--local-save-interval", 2)
     size, work = LAYOUTS[layout][0], (load_and_compare, arguments, saved(died / "whole", 6))
     if size == 1:
-        assert on_nodes(each, None, *work) == []
+        assert on_nodes(each, *work) == []
         return
-    assert gloo_world(size).run(on_nodes, each, None, *work) == [[]] * size
-    with pytest.raises(AssertionError, match="No such file"):  # nodes 2 and 3 have nothing
-        gloo_world(size).run(on_nodes, each, "nothing is fetched", *work)
+    assert gloo_world(size).run(on_nodes, each, *work) == [[]] * size
 
 
 def test_a_new_run_and_a_copy_do_not_take_the_old_ones(gloo_world, died, tmp_path):
@@ -132,6 +130,6 @@ def test_a_new_run_and_a_copy_do_not_take_the_old_ones(gloo_world, died, tmp_pat
     shutil.rmtree(saved(died / "shared", 3))
     save, shared, _, _, *local = folders(died)
     anew = flags(FEATURE, LAYOUT, save, shared, *local, *EVERY)
-    assert gloo_world(4).run(on_nodes, 2, None, start_and_die, anew)[0].endswith("exit code 0")
+    assert gloo_world(4).run(on_nodes, 2, start_and_die, anew)[0].endswith("exit code 0")
     text = run(gloo_world, died, "--exit-interval", 1)
     assert text.endswith("exit code 0") and "taking the local checkpoint" not in text
