@@ -218,7 +218,7 @@ def _attempts(root: Path, iterations: Iterable[int]) -> dict[str, str]:
     found = {}
     for iteration in iterations:
         with suppress(CheckpointError):
-            found[str(iteration)] = read_manifest(root / iteration_folder(iteration))[0]["attempt"]
+            found[str(iteration)] = read_manifest(root / iteration_folder(iteration))["attempt"]
     return found
 
 

@@ -124,7 +124,6 @@ class Index:
         self.shards: list[ShardFile] = []
         self.tensors: dict[str, StoredTensor] = {}
         self.manifest: JsonObject = {}
-        self._head = b""  # of the manifest, with its digest
         if known is None:
             self._open()
         else:
@@ -144,7 +143,7 @@ class Index:
 
     def _open(self) -> None:
         # 1. The manifest, then tables and headers of all shards, which it has the digests of.
-        self.manifest, self._head = self._read_manifest()
+        self.manifest = self._read_manifest()
         for shard, entries, shapes in self._open_shards():
             self.shards.append(shard)
             self._add(shard, entries, shapes)
@@ -158,7 +157,7 @@ class Index:
                 )
         self._compare_with_expected()
 
-    def _read_manifest(self) -> tuple[JsonObject, bytes]:
+    def _read_manifest(self) -> JsonObject:
         return read_manifest(self.path)
 
     def _read_head(self, number: int) -> tuple[int, bytes]:
@@ -225,7 +224,7 @@ class Index:
     def encode(self) -> bytes:
         """All of it, for other ranks of the job."""
         content = {
-            "head": self._head.hex(),
+            "head": load_bytes(self.path / MANIFEST, MANIFEST_HEAD).hex(),
             "manifest": self.manifest,
             "shards": [[shard.data_start, shard.chunk] for shard in self.shards],
             "tensors": [
@@ -237,11 +236,10 @@ class Index:
 
     def _take(self, known: bytes) -> None:
         content = json.loads(zlib.decompress(known))
-        self._head = bytes.fromhex(content["head"])
         # another folder, or another save of the same iteration, has another manifest
         self.manifest = content["manifest"]
         seen = load_bytes(self.path / MANIFEST, MANIFEST_HEAD) if self.path.is_dir() else b""
-        if seen != self._head:
+        if seen.hex() != content["head"]:
             raise CheckpointError(
                 f"{self.path}: the checkpoint that rank 0 found there is not seen from here: "
                 "is --load on a file system that all nodes share?"
@@ -327,10 +325,9 @@ def read_table(path: Path, digest: str) -> DigestTable:
     return DigestTable.decode(raw, path)
 
 
-def read_manifest(folder: Path) -> tuple[JsonObject, bytes]:
-    """The manifest of a checkpoint folder, verified by its own digest, and its first bytes."""
-    raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
-    content = decode_manifest(raw, folder / MANIFEST)
+def read_manifest(folder: Path) -> JsonObject:
+    """The manifest of a checkpoint folder, verified by its own digest."""
+    content = decode_manifest(load_bytes(folder / MANIFEST, MANIFEST_LIMIT), folder / MANIFEST)
     # the folder's name decides which checkpoint is the newest, so it has to be the manifest's
     right = iteration_folder(content["iteration"])
     if folder.name.startswith("iter_") and folder.name != right:
@@ -338,7 +335,7 @@ def read_manifest(folder: Path) -> tuple[JsonObject, bytes]:
             f"{folder}: its manifest is of iteration {content['iteration']}: the folder was "
             f"renamed; name it {right}"
         )
-    return content, raw[:MANIFEST_HEAD]
+    return content
 
 
 def newest_first(root: Path) -> tuple[list[int], list[int]]:
@@ -351,7 +348,7 @@ def newest_first(root: Path) -> tuple[list[int], list[int]]:
     superseded = set()
     for iteration in iterations if len(iterations) > 1 else ():
         with suppress(CheckpointError):
-            content, _ = read_manifest(root / iteration_folder(iteration))
+            content = read_manifest(root / iteration_folder(iteration))
             attempts[iteration] = content["attempt"]
             superseded |= {(int(later), each) for later, each in content.get("left", {}).items()}
     behind = [each for each in iterations if (each, attempts.get(each)) in superseded]

@@ -402,8 +402,7 @@ class CheckpointManager:
         if not self.ranks.first:
             return
         folder = self.root / iteration_folder(iteration)
-        manifest, _ = read_manifest(folder)
-        size = sum(shard["bytes"] for shard in manifest["shards"])
+        size = sum(shard["bytes"] for shard in read_manifest(folder)["shards"])
         saved = Saved(str(folder), size, time.perf_counter() - self.began, self.stall)
         logger.info(str(saved))
         self.report(iteration, saved)

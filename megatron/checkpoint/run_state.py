@@ -20,17 +20,8 @@ PATTERN = 65536  # shares of a blend add up to this
 WEIGHTS = ("config", "vocab_size")  # what a checkpoint of weights alone has
 RUN = (
     *WEIGHTS,
-    "iteration",
-    "consumed_samples",
-    "scheduled_samples",
-    "skipped_samples",
-    "evaluation_due",
-    "optimizer_steps",
-    "scaler",
-    "schedule",
-    "ledger",
-    "tokenizer",
-    "versions",
+    *"""iteration consumed_samples scheduled_samples skipped_samples evaluation_due optimizer_steps
+    scaler schedule ledger tokenizer versions""".split(),
 )
 
 

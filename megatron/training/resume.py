@@ -316,7 +316,7 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
     candidates = known if options.allow_older_checkpoint else known[:1]
     for iteration in candidates:
         try:
-            return read_manifest(root / iteration_folder(iteration))[0]
+            return read_manifest(root / iteration_folder(iteration))
         except CheckpointError:
             if iteration == candidates[-1]:
                 raise

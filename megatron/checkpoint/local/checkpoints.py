@@ -110,8 +110,7 @@ class LocalCheckpoints:
         CheckpointError.
         """
         folder = self.nodes.folder(self.run, iteration)
-        manifest, _ = read_manifest(folder)
-        return folder / shard_file(index), manifest["shards"][index]
+        return folder / shard_file(index), read_manifest(folder)["shards"][index]
 
 
 def _look(load: str, save: str | None) -> tuple[str | None, list[int], bool]:

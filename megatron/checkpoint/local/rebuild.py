@@ -286,8 +286,8 @@ class LocalCheckpoint(Checkpoint):
             lambda: super(LocalCheckpoint, self).__init__(found.folder)
         )
 
-    def _read_manifest(self) -> tuple[JsonObject, bytes]:
-        return self.found.content, b""
+    def _read_manifest(self) -> JsonObject:
+        return self.found.content
 
     def _read_head(self, number: int) -> tuple[int, bytes]:
         return self._heads[number] if number in self._heads else super()._read_head(number)
