@@ -162,15 +162,6 @@ def test_reading_everything_in_order_reads_each_chunk_once(tmp_path):
         assert checkpoint.fetcher.bytes_read == checkpoint.shards[0].data_bytes
 
 
-def test_values_are_converted_to_the_destination(tmp_path):
-    w = torch.randn(9, 4, dtype=torch.float64)
-    path = save_checkpoint(tmp_path, 1, pairs({"w": w}), {})
-    into = torch.empty(9, 4, dtype=torch.bfloat16, requires_grad=True)
-    with Checkpoint(path) as checkpoint:
-        checkpoint.read(whole("w", w), into)
-    assert same_bits(into.detach(), w.to(torch.bfloat16))
-
-
 def test_wrong_names_and_shapes_are_refused(tmp_path):
     path = save_checkpoint(tmp_path, 1, pairs({"w": torch.zeros(4, 2)}), {})
     with Checkpoint(path) as checkpoint:
@@ -283,21 +274,6 @@ def test_any_number_of_cores_saves_the_same_tensors(tmp_path, monkeypatch, cores
     assert max(sizes) - min(sizes) < 2000, "more than a row or two of each tensor"
     again = save_checkpoint(tmp_path / "again", 1, pairs(example()), {})
     assert files_of(again) == files_of(path)
-
-
-def test_fused_groups_are_cut_at_rows(tmp_path, cores):
-    """Local tensors that hold a box in groups of rows, or next to others' rows."""
-    cores(3)
-    fused = torch.arange(24 * 40.0).view(24, 40)
-    boxes = [
-        (Box("q", (12, 40), (0, 0), (12, 40), groups=4, start=0), fused),
-        (Box("k", (4, 40), (0, 0), (4, 40), groups=4, start=3), fused),
-    ]
-    with Checkpoint(save_checkpoint(tmp_path, 1, boxes, {})) as checkpoint:
-        assert len(checkpoint.shards) == 2
-        rows = fused.view(4, 6, 40)
-        assert torch.equal(checkpoint["q"], rows[:, :3].reshape(12, 40))
-        assert torch.equal(checkpoint["k"], rows[:, 3])
 
 
 def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):

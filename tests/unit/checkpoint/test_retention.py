@@ -15,7 +15,7 @@ import torch
 from checkpoint_cases import pairs
 from logged import logged, silently
 from megatron.tools._report.metrics_file import read_metrics
-from reshard_cases import BASE, FEATURES, flags, saving, start
+from reshard_cases import BASE, FEATURES, start
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.commit import Policy, retire
@@ -236,21 +236,3 @@ def test_a_damaged_one_is_not_replaced_by_what_was_left(tmp_path):
         match=r"iter_0000020 cannot be loaded; load the older whole one with --ckpt-step 10\.",
     ):
         open_checkpoint(tmp_path)
-
-
-def test_a_run_goes_on_from_what_it_saved_last(tmp_path):
-    """By the flags of a user who goes back to try another learning rate."""
-
-    def run(*more: object) -> str:
-        return start(flags("gqa-untied", "one", *saving(tmp_path), *more))
-
-    back = (
-        *("--load", tmp_path, "--ckpt-step", 3, "--lr", "2e-2", "--override-opt-param-scheduler"),
-        *("--save-interval", 1, "--exit-interval", 4),
-    )
-    assert run().endswith("exit code 0") and list_iterations(tmp_path) == [6, 3]
-    shown = run(*back)
-    assert "warning: " in shown
-    assert "from an earlier one: 6. From now on --load takes iteration 4" in shown
-    shown = run("--load", tmp_path, "--lr", "2e-2", "--exit-interval", 5)
-    assert "NOT taken are iterations 6" in shown and "iter_0000004" in shown
