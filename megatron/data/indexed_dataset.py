@@ -356,8 +356,5 @@ class IndexedDataset:
 
 def file_digest(path: Path) -> str:
     """xxh3-128 of a file, hex."""
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

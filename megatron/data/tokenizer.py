@@ -189,7 +189,6 @@ def _sentencepiece(path: Path) -> Tokenizer:
         model.LoadFromSerializedProto(path.read_bytes())
     except RuntimeError as error:
         raise UserError(f"--tokenizer-model {path}: not a SentencePiece model ({error})") from None
-    size = model.GetPieceSize()
 
     def find(token: str) -> int | None:
         found = model.PieceToId(token)
@@ -197,14 +196,8 @@ def _sentencepiece(path: Path) -> Tokenizer:
 
     eod = model.eos_id() if model.eos_id() >= 0 else _eod(path, find)
     encode = lambda texts: _joined(model.Encode(texts, out_type=int, num_threads=1))  # noqa: E731
-    return Tokenizer(
-        f"SentencePieceTokenizer {path.name}",
-        size,
-        eod,
-        _fingerprint("sentencepiece", path),
-        encode,
-        model.Decode,
-    )
+    name, digest = f"SentencePieceTokenizer {path.name}", _fingerprint("sentencepiece", path)
+    return Tokenizer(name, model.GetPieceSize(), eod, digest, encode, model.Decode)
 
 
 def _huggingface(path: Path, include_special_tokens: bool) -> Tokenizer:
@@ -222,13 +215,8 @@ def _huggingface(path: Path, include_special_tokens: bool) -> Tokenizer:
             f"{path.with_name('tokenizer_config.json')}: its eos_token {named!r} is not in "
             f"{path.name}: correct one of them"
         )
-    return _from_tokenizers(
-        f"HuggingFaceTokenizer {path.name}",
-        model,
-        eod,
-        _fingerprint("huggingface", path),
-        include_special_tokens,
-    )
+    name, digest = f"HuggingFaceTokenizer {path.name}", _fingerprint("huggingface", path)
+    return _from_tokenizers(name, model, eod, digest, include_special_tokens)
 
 
 def _named_eos(settings: Path) -> str | None:
@@ -262,13 +250,9 @@ def _gpt2(vocab: Path, merges: Path) -> Tokenizer:
             f"--vocab-file {vocab}, --merge-file {merges}: not a GPT-2 BPE vocabulary and "
             f"merges ({error})"
         ) from None
-    inner = model._tokenizer
-    return _from_tokenizers(
-        f"GPT2BPETokenizer {vocab.name}",
-        inner,
-        _eod(vocab, inner.token_to_id),
-        _fingerprint("gpt2", vocab, merges),
-    )
+    inner, digest = model._tokenizer, _fingerprint("gpt2", vocab, merges)
+    eod = _eod(vocab, inner.token_to_id)
+    return _from_tokenizers(f"GPT2BPETokenizer {vocab.name}", inner, eod, digest)
 
 
 def _from_tokenizers(
@@ -283,20 +267,13 @@ def _from_tokenizers(
             f"{name}: its vocabulary is empty, gives an id to two tokens, or has one above "
             "2**31: make the file again"
         )
-    size = max(ids) + 1
 
     def encode(texts: list[str]) -> Encoded:
         found = model.encode_batch_fast(texts, add_special_tokens=include_special_tokens)
         return _joined([encoding.ids if text else [] for encoding, text in zip(found, texts)])
 
-    return Tokenizer(
-        name,
-        size,
-        eod,
-        fingerprint,
-        encode,
-        lambda ids: model.decode(ids, skip_special_tokens=False),
-    )
+    decode = partial(model.decode, skip_special_tokens=False)
+    return Tokenizer(name, max(ids) + 1, eod, fingerprint, encode, decode)
 
 
 def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
@@ -332,14 +309,8 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
             f"--tokenizer-model {path}: not a tiktoken vocabulary that can be used ({error})"
         ) from None
     encode = lambda texts: _joined(model.encode_ordinary_batch(texts, num_threads=1))  # noqa: E731
-    return Tokenizer(
-        f"TikTokenizer {path.name}",
-        model.n_vocab,
-        eod,
-        _fingerprint("tiktoken", path, model.n_vocab),
-        encode,
-        model.decode,
-    )
+    name, digest = f"TikTokenizer {path.name}", _fingerprint("tiktoken", path, model.n_vocab)
+    return Tokenizer(name, model.n_vocab, eod, digest, encode, model.decode)
 
 
 def _published_ranks(raw: bytes, eod: int | None) -> dict[bytes, int]:
@@ -403,26 +374,21 @@ def _null(vocab_size: int | None) -> Tokenizer:
     if vocab_size is None or vocab_size < 1:
         raise UserError("--vocab-size is missing: --tokenizer-type NullTokenizer needs it")
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    return Tokenizer(
-        "NullTokenizer",
-        vocab_size + 1,
-        vocab_size,
-        _fingerprint("null", vocab_size),
-        parse_integers,
-        decode,
-    )
+    digest = _fingerprint("null", vocab_size)
+    return Tokenizer("NullTokenizer", vocab_size + 1, vocab_size, digest, parse_integers, decode)
 
 
 def parse_integers(texts: list[str]) -> Encoded:
     """Whitespace-separated non-negative integers: all values [n] int64 (2^63 - 1 where one is
     larger) and how many each text holds. Raises UserError.
     """
-    if "".join(texts).encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f"):
-        wrong = next(
-            text
-            for text in texts
-            if text.encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f")
-        )
+
+    def is_wrong(text: str) -> bool:
+        rest = text.encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f")
+        return bool(rest)
+
+    if is_wrong("".join(texts)):
+        wrong = next(filter(is_wrong, texts))
         raise UserError(
             f"NullTokenizer takes non-negative integers separated by whitespace, got {wrong[:60]!r}"
         )

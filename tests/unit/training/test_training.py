@@ -20,7 +20,6 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
-from megatron.data.loader import Source
 from megatron.model.layer import HeadLayer
 from megatron.training import loop, prepare, pretrain
 from megatron.training import step as training_step
@@ -125,13 +124,6 @@ def test_two_threads_give_the_same_bits_every_time(tmp_path, flags):
         torch.set_num_threads(before)
     assert repr(first) == repr(second)
     assert_same(tensors(tmp_path / "a"), tensors(tmp_path / "b"))
-
-
-def test_evaluation_uses_the_same_batches(tmp_path, whole):
-    folder, rows = whole
-    metrics = tmp_path / "eval.jsonl"
-    assert start(f"--load {folder} --skip-train --metrics-file {metrics}") == 0
-    assert read_metrics(metrics)[-1]["lm loss validation"] == rows[12]["lm loss validation"]
 
 
 def test_a_batch_size_schedule_by_tokens_is_the_ramp_up(tmp_path):
@@ -274,19 +266,6 @@ def test_nan_is_skipped_on_request(tmp_path, monkeypatch, capsys):
     assert rows[4]["learning-rate"] == clean[3]["learning-rate"]
 
 
-def test_a_step_without_a_token_is_skipped(tmp_path, monkeypatch, capsys):
-    original = Source.batch
-
-    def batch(self, first, count):
-        out = original(self, first, count)
-        out.loss_mask[(out.sample_ids >= 4) & (out.sample_ids < 8)] = 0
-        return out
-
-    monkeypatch.setattr(Source, "batch", batch)
-    run(tmp_path, "--train-iters", 4)
-    assert "iteration 2: no valid token in samples 4..7" in capsys.readouterr().out
-
-
 def test_missing_checkpoint_is_refused(tmp_path, capsys):
     missing = {tmp_path / "nothing": "no such folder", tmp_path: "no checkpoint there"}
     for folder, words in missing.items():
@@ -327,12 +306,6 @@ def test_optimizer_state_that_is_not_there(tmp_path, capsys):
     run(tmp_path, code=2)
     assert "--no-load-optim" in capsys.readouterr().err
     assert len(run(tmp_path, "--no-load-optim", "--exit-interval", 2)) == 2
-
-
-def test_an_unwritable_folder_is_found_before_training(tmp_path, capsys):
-    assert start("--save /proc/x") == 2
-    shown = capsys.readouterr()
-    assert "--save /proc/x: cannot be written to" in shown.err and "iteration" not in shown.out
 
 
 def test_only_mistakes_of_the_user_lose_their_traceback(tmp_path, capsys, monkeypatch):
