@@ -11,12 +11,12 @@ LINES = {
     "kernels": 9406,
     "megatron/checkpoint": 5066,
     "megatron/config": 5147,
-    "megatron/data": 1590,
+    "megatron/data": 1551,
     "megatron/model": 6338,
     "megatron/observe": 1182,
     "megatron/optimizer": 1551,
     "megatron/parallel": 3436,
-    "megatron/training": 3680,
+    "megatron/training": 3679,
 }
 
 
