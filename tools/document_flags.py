@@ -15,7 +15,6 @@ if not __package__:  # run as a file of a checkout
 
 from megatron.config.compatibility import (  # noqa: E402
     CompatibilityRow,
-    asks,
     by_value,
     data,
     rows,
@@ -130,7 +129,6 @@ def document() -> str:
         f"| `{flag} {theirs}` | {_cell(text)} |"
         for (flag, theirs), text in by_value("refused_values").items()
     ]
-    asked = [f"| `{flag} {word}` | {_cell(row.text)} |" for (flag, word), row in asks().items()]
     lines += ["", COMPATIBILITY.rstrip()]
     for title, columns, found in (
         ("Other names of our flags (`$`: the value)", "flag | equals", _rows("equals")),
@@ -141,7 +139,7 @@ def document() -> str:
         (
             "Asked for, not done: accepted, and named at the top of the banner",
             "flag | what is missing",
-            [*_rows("not_done"), *asked],
+            _rows("not_done"),
         ),
         (
             "Accepted with a note: leaving them out changes nothing about the result",

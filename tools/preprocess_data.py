@@ -528,7 +528,7 @@ def _as_ours(flag: str, words: list[str], flags: argparse.ArgumentParser) -> lis
         return [(known[name], words)]
     if name in REFUSED:
         raise UserError(REFUSED[name])
-    row = compatibility.find(name)
+    row = compatibility.rows().get(name)
     if row is not None and row.verdict in ("equals", "choice"):
         found = row.rewrite(words)
         return [pair for ours, values in found for pair in _as_ours(ours, values, flags)]

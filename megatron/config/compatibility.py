@@ -20,7 +20,7 @@ from megatron.config.derive import RunView
 from megatron.config.errors import UserError, nearest_word
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, HELP
-from megatron.config.options import Option, Words, key, options_by_flag, shown
+from megatron.config.options import Words, key, options_by_flag, shown
 from megatron.config.rules import counts
 
 if TYPE_CHECKING:
@@ -116,11 +116,6 @@ def rows() -> dict[str, CompatibilityRow]:
     return exact
 
 
-def find(flag: str) -> CompatibilityRow | None:
-    """The row that answers a flag, or None."""
-    return rows().get(flag)
-
-
 @functools.cache
 def by_value(section: str) -> dict[tuple[str, str], str]:
     """(flag, word) -> text, of a table whose keys are a flag and words of it."""
@@ -129,16 +124,6 @@ def by_value(section: str) -> dict[tuple[str, str], str]:
         flag, *words = flag_and_words.split()
         found |= {(flag, word): text.replace("{}", word) for word in words}
     return found
-
-
-@functools.cache
-def asks() -> dict[tuple[str, str], CompatibilityRow]:
-    """(flag, word) -> the row that answers what a word asks for in addition to our value."""
-    answered = {pair: rows()[flag] for pair, flag in by_value("value_asks").items()}
-    return answered | {
-        pair: CompatibilityRow("not_done", (), text)
-        for pair, text in by_value("value_not_done").items()
-    }
 
 
 def check_program(content: dict[str, Any]) -> None:
@@ -157,7 +142,7 @@ def check_program(content: dict[str, Any]) -> None:
 
 def read(reading: Reading, flag: str, words: Words) -> None:
     """Take in a flag that is not ours: rewritten to ours, kept for `answer`, or unknown."""
-    row, written = find(key(flag)), shown(flag, words)
+    row, written = rows().get(key(flag)), shown(flag, words)
     try:
         if row is None:
             raise UserError(_unknown(reading, flag))
@@ -168,20 +153,6 @@ def read(reading: Reading, flag: str, words: Words) -> None:
             reading.read(ours, values, written=written)
     except UserError as problem:
         reading.faults.append(f"{written}: {problem}")
-
-
-def parse_value(reading: Reading, option: Option, words: Words, written: str) -> Any:
-    """The value of a flag of ours from words that are not ours, but may be another program's.
-    Raises UserError.
-    """
-    flag = option.names[0]
-    asked = asks().get((flag, " ".join(words)))
-    words, note = translate_value(flag, words)
-    value = option.parse(words)
-    if asked is not None:
-        reading.foreign.append((written, [], asked))
-    reading.notes += [note] if note else []
-    return value
 
 
 def translate_value(flag: str, words: Words) -> tuple[Words, str]:

@@ -98,7 +98,7 @@ def _read_flat(reading: Reading, content: dict[str, Any]) -> None:
             if option.kind is bool:
                 reading.read(option.off[0] if on else option.names[0], [])
         elif isinstance(value, bool):
-            if value or compatibility.find(key(flag)) is None:
+            if value or key(flag) not in compatibility.rows():
                 reading.read(flag, [])
         elif value is not None:
             values = value if isinstance(value, list) else [value]

@@ -26,8 +26,8 @@ def spelled(field: str, value: Any) -> str:
     if value is True or value is None:
         return flag_name(field)
     items = value if isinstance(value, tuple) else (value,)
-    words = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)
-    return " ".join([flag_name(field), *words])
+    words = " ".join(f"{item:.12g}" if isinstance(item, float) else str(item) for item in items)
+    return f"{flag_name(field)} {shortened(words, 60) if isinstance(value, tuple) else words}"
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -117,12 +117,7 @@ class RunView:
 
     def show(self, field: str) -> str:
         """`--lr-decay-style cosine`: a flag with its value."""
-        value = getattr(self, field)
-        if value is None or isinstance(value, bool):
-            return flag_name(field)
-        if isinstance(value, tuple):
-            value = shortened(" ".join(map(str, value)), 60)
-        return f"{flag_name(field)} {value}"
+        return spelled(field, getattr(self, field))
 
     def fault(self, field: str, text: str) -> str:
         """A message about a flag: the flag with its value, and what is wrong."""

@@ -125,17 +125,15 @@ class Option:
         """The field's value from one read in a configuration file; raises UserError."""
         if value is None and self.optional:
             return None
-        if isinstance(value, list) and self.many and value:
-            if any(type(item) not in (str, int, float) for item in value):
-                raise UserError("expected a list of words or numbers")
-            return tuple(self.convert(as_word(item)) for item in value)
-        is_scalar = isinstance(value, (str, int, float))
-        if not is_scalar or isinstance(value, bool) != (self.kind is bool):
-            raise UserError(f"expected {KINDS[list if self.many else self.kind]}")
-        if self.kind is str and not isinstance(value, str):
+        items = value if isinstance(value, list) and self.many and value else [value]
+        expected = (bool,) if self.kind is bool else (str, int, float)
+        if any(type(item) not in expected for item in items):
+            listed = "a list of words or numbers" if self.many else KINDS[self.kind]
+            raise UserError(f"expected {listed}")
+        if self.kind is str and not (self.many or isinstance(value, str)):
             raise UserError("expected a string")
-        converted = self.convert(as_word(value))
-        return (converted,) if self.many else converted
+        values = tuple(self.convert(as_word(item)) for item in items)
+        return values if self.many else values[0]
 
 
 def as_word(value: Any) -> str:

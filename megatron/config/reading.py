@@ -96,7 +96,9 @@ class Reading:
             try:
                 value = option.parse(words)
             except UserError:  # perhaps a value of another program
-                value = compatibility.parse_value(self, option, words, written)
+                words, note = compatibility.translate_value(option.names[0], words)
+                value = option.parse(words)
+                self.notes += [note] if note else []
         except UserError as problem:
             self.faults.append(f"{written}: {problem}")
             self.unsure.add(option.names[0])

@@ -245,7 +245,7 @@ def without_effect(run: RunView, kind: str) -> Iterator[tuple[str, str]]:
         value = getattr(run, field)
         for need in getattr(option, kind) if value != option.default else ():
             if not need.is_met(run):
-                yield run.show(field) if value is not False else option.off[0], need.text
+                yield run.show(field), need.text
 
 
 def two_fields(run: RunView) -> Faults:

@@ -6,8 +6,8 @@ from __future__ import annotations
 SCRATCH_BYTES = 8 << 20
 
 # What a reduce-scatter takes on Gloo for what is received, cast and summed: half of what is
-# reduced,
-# or this where that is less; ZeRO allows it half the largest layer's gradient where that is more.
+# reduced, or this where that is less; ZeRO allows it half the largest layer's gradient where that
+# is more.
 ROUND_BYTES = 8 << 20
 
 # Logits widened and exponentiated at once: a CPU core's cache; a GPU wants few launches.

@@ -60,7 +60,7 @@ def test_a_field_is_all_that_a_flag_needs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     for text in (
-        "--nesterov-share 2.0: must be above 0 and at most 1",
+        "--nesterov-share 2: must be above 0 and at most 1",
         "--nesterov-shar 0.25: unknown flag; did you mean --nesterov-share?",
         "--nesterov-share 0.25: has no effect without --optimizer sgd",
         "contradicts --nesterov-share 0.5",

@@ -14,7 +14,7 @@ from config_lines import check_fields, rows
 
 from megatron.config import compatibility
 from megatron.config.arguments import parse_arguments
-from megatron.config.compatibility import asks, by_value, data, recorded_names, table
+from megatron.config.compatibility import by_value, data, recorded_names, table
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS
@@ -59,7 +59,7 @@ def test_the_table_is_consistent():
     fields = {option.names[0]: option for option in FIELDS.values()}
     for (flag, theirs), ours in by_value("values").items():
         assert fields[flag].parse([ours]) != theirs and theirs not in fields[flag].choices
-    assert all(pair in by_value("values") for pair in (*by_value("value_notes"), *asks()))
+    assert all(pair in by_value("values") for pair in by_value("value_notes"))
     assert not set(by_value("values")) & set(by_value("refused_values"))
     for flag, theirs in by_value("refused_values"):
         assert theirs not in fields[flag].choices
@@ -74,9 +74,8 @@ def test_differences_and_deepspeed_keys_name_our_flags():
 
 
 def test_a_longer_family_or_an_exact_name_wins():
-    assert compatibility.find("--moe-latent-size").verdict == "note"
-    assert compatibility.find("--moe-use-upcycling").verdict == "refused"
-    assert compatibility.find("--no-such-flag") is None
+    assert compatibility.rows()["--moe-latent-size"].verdict == "note"
+    assert compatibility.rows()["--moe-use-upcycling"].verdict == "refused"
 
 
 # Command lines of other programs: what each line below gives, one of `fault TEXT`, `note TEXT`,
@@ -145,8 +144,7 @@ ANSWERS = """
 --log-timers-to-tensorboard
     missing --log-timers-to-tensorboard: no timer is logged; give --timing-log-level 1
 --attention-backend flash
-    missing --attention-backend flash: with attention dropout or
---attention-backend flash --attention-dropout 0
+    note --attention-backend flash is auto here
     attention_backend = auto
 
 # what changes the result or its safety
@@ -209,7 +207,7 @@ def test_the_table_answers_the_recorded_names_and_no_other():
     for row in table():
         for flag in row.flags:
             if flag.endswith("*"):
-                assert any(compatibility.find(name) is row for name in recorded), (
+                assert any(compatibility.rows().get(name) is row for name in recorded), (
                     f"{flag} is short for no recorded flag"
                 )
 
@@ -246,7 +244,7 @@ def test_a_habit_is_nobodys_flag_and_stands_for_a_known_one():
     habits = data()["habits"]
     short = " ".join([*habits.values(), *data()["follows"]]).split()
     assert len(set(short)) == len(short) and not {*short} & {*OURS, *compatibility.rows()}
-    assert all(ours in OURS or compatibility.find(ours) for ours in habits)
+    assert all(ours in OURS or ours in compatibility.rows() for ours in habits)
 
 
 def test_the_page_of_flags_is_current():

@@ -8,7 +8,7 @@ import json
 import re
 
 import pytest
-from config_lines import check_fields, rows
+from config_lines import check_fields, line_without, rows
 
 from megatron.config.arguments import Parsed, parse_arguments
 from megatron.config.errors import ArgumentErrors
@@ -16,10 +16,7 @@ from megatron.config.groups import Config
 from megatron.config.layers import expert_pattern
 from megatron.config.validate import resolve
 
-BASE = (
-    "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-    "--lr 1e-3 --mock-data --vocab-size 100 --disable-bias-linear"
-)
+BASE = f"{line_without('--train-iters')} --num-layers 6 --seq-length 64 --disable-bias-linear"
 
 
 def parsed(flags: str, base: str = f"{BASE} --train-iters 2") -> Parsed:
@@ -30,6 +27,16 @@ def faults(flags: str, base: str = f"{BASE} --train-iters 2") -> list[str]:
     with pytest.raises(ArgumentErrors) as caught:
         resolve(parsed(flags, base).config, 1, 101)
     return caught.value.faults
+
+
+def settings(*words: str) -> Config:
+    return parse_arguments(list(words)).config
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ArgumentErrors) as caught:
+        settings(*words)
+    return "\n".join(caught.value.faults)
 
 
 # The flags of that program and ours, which win over its defaults.
@@ -57,24 +64,20 @@ EXPERTS = """
 --moe-router-topk 2
     moe_aux_loss_coeff = (0.0,)
     moe_layer_freq = 1
+--topk 1 --tensor-model-parallel-size 2 --sequence-parallel
+    expert_tensor_parallel_size = 1
+--topk 1 --tensor-model-parallel-size 2 --sequence-parallel --enable-expert-tensor-parallelism
+    expert_tensor_parallel_size = 2
 """
 
 
 @pytest.mark.parametrize("flags, wanted", rows(EXPERTS))
 def test_experts(flags, wanted):
     given = parsed(f"--num-experts 4 {flags}").config
-    check_fields(resolve(given, 1, 101).config, wanted[""])
+    check_fields(resolve(given, 2, 101).config, wanted[""])
 
 
-def test_its_experts_are_not_divided_by_tensor_parallel_ranks():
-    layout = "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 --topk 1"
-    assert parsed(layout).config.distributed.expert_tensor_parallel_size == 1
-    whole = parsed(f"{layout} --enable-expert-tensor-parallelism").config
-    assert whole.distributed.expert_tensor_parallel_size is None
-
-
-@pytest.mark.parametrize("interval", (1, 2, 5))
-@pytest.mark.parametrize("layers", (7, 8))
+@pytest.mark.parametrize("interval, layers", [(1, 7), (2, 7), (5, 8)])
 def test_experts_end_each_group_of_layers(interval, layers):
     flags = f"--num-experts 4 --num-layers {layers} --expert-interval {interval}"
     frequency = parsed(flags).config.model.moe_layer_freq
@@ -140,16 +143,6 @@ def test_tokens_and_iterations_need_one_batch_size():
 
 
 # ---------------------------------------------------------------- files that such flags name
-
-
-def settings(*words: str) -> Config:
-    return parse_arguments(list(words)).config
-
-
-def refusal(*words: str) -> str:
-    with pytest.raises(ArgumentErrors) as caught:
-        settings(*words)
-    return "\n".join(caught.value.faults)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from config_lines import check_fields, configure, faults, line_without, ranked, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.derive import OFF_AT_ZERO, RunView
+from megatron.config.derive import OFF_AT_ZERO, RunView, spelled
 from megatron.config.groups import Config
 from megatron.config.options import FIELDS
 from megatron.config.rules import EXCLUSIONS, counts, ranges, shown, two_fields
@@ -44,9 +44,9 @@ RULES = """
 --position-embedding-type rope --rotary-percent 0.2
     --rotary-percent 0.2: 3 of 16 channels would rotate
 --position-embedding-type rope --rope-scaling-factor 4
-    --rope-scaling-factor 4.0: has no effect without --use-rope-scaling
+    --rope-scaling-factor 4: has no effect without --use-rope-scaling
 --position-embedding-type rope --use-rope-scaling --rope-high-freq-factor 1
-    --rope-high-freq-factor 1.0: must be greater
+    --rope-high-freq-factor 1: must be greater
 --window-size 8 --window-attn-skip-freq [1,0,1]
     --window-attn-skip-freq '[1,0,1]' has 3 entries, and --num-layers is
 --window-size 8 --window-attn-skip-freq 0
@@ -100,7 +100,7 @@ RULES = """
 --lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2
     --lr-wsd-decay-iters 9: does not fit
 --min-lr 1
-    --lr 0.001: must be at least --min-lr 1.0
+    --lr 0.001: must be at least --min-lr 1
 --min-lr 1e-4 --decoupled-lr 1e-5
     --decoupled-lr 1e-05: must be at least --min-lr 0.0001
 
@@ -130,7 +130,7 @@ RULES = """
 
 # files, and sizes that would take minutes to plan
 --save ckpt --async-save --async-save-host-memory 1 --local-checkpoint-dir a --local-save-interval 5
-    --async-save-host-memory 1.0: has no effect without --async-save without --local-checkpoint-dir
+    --async-save-host-memory 1: has no effect without --async-save without --local-checkpoint-dir
 --save ckpt --save-interval 4 --save-retain-interval 10
     --save-retain-interval 10: must be a multiple of --save-interval
 --load absent
@@ -193,9 +193,9 @@ RULES = """
 @latent --rope-type rope --position-embedding-type yarn
     contradicts --position-embedding-type yarn
 @latent --rope-type rope --rotary-scaling-factor 40 --mscale-all-dim 1
-    --rope-scaling-factor 40.0: has no effect without --use-rope-scaling
-    --mscale-all-dim 1.0: has no effect without --position-embedding-type yarn
-    --rope-type rope with --rope-scaling-factor 40.0 and --mscale-all-dim 1.0
+    --rope-scaling-factor 40: has no effect without --use-rope-scaling
+    --mscale-all-dim 1: has no effect without --position-embedding-type yarn
+    --rope-type rope with --rope-scaling-factor 40 and --mscale-all-dim 1
 --rope-type yarn
     --rope-type yarn: is a setting of --multi-latent-attention
 @latent --qk-pos-emb-head-dim 7
@@ -317,7 +317,7 @@ def test_every_bound_is_a_fault_beyond_it():
         assert beyond, name
         for value in beyond:
             config = configure().with_fields(FIELDS[name].group, **{name: value})
-            fault = f"{FIELDS[name].names[0]} {value}: must be {bound.text}"
+            fault = f"{spelled(name, value)}: must be {bound.text}"
             assert fault in ranges(RunView(config, 1, 101))
 
 

@@ -190,7 +190,7 @@ def test_nothing_fits():
     "flags, fault",
     [
         ("--recompute auto", "--recompute auto: set --memory-budget"),
-        ("--memory-budget 3", "--memory-budget 3.0: has no effect without --recompute auto"),
+        ("--memory-budget 3", "--memory-budget 3: has no effect without --recompute auto"),
         (
             "--recompute auto --memory-budget 3 --recompute-granularity full",
             "--recompute auto: is not supported with --recompute-granularity full",
