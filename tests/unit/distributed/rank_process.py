@@ -1,9 +1,6 @@
-"""One rank of a job, for test_processes.py: `python rank_process.py WHAT MINUTES [GATE COUNT]`,
-started by torchrun or with srun's variables.
+"""One rank of a job, for test_processes.py: `python rank_process.py WHAT`, started by torchrun.
 
-It ends as pretrain_gpt.py does, and prints what it saw as one line of JSON. With GATE, a folder, it
-begins when COUNT processes have come there:
-starting Python takes longer on a busy machine than the timeouts of these tests.
+It ends as pretrain_gpt.py does, and prints what it saw as one line of JSON.
 """
 
 from __future__ import annotations
@@ -24,27 +21,13 @@ import pretrain_gpt
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import choose_device, connect, disconnect, make_groups, read_launch
 
-WHAT, MINUTES = sys.argv[1], float(sys.argv[2])
-
-
-def gave_up() -> Path:
-    """A file that rank 1 makes when its collective has ended, and rank 0 waits for."""
-    gate = Path(sys.argv[3])
-    return gate.with_name(f"{gate.name}.gave-up")
+WHAT = sys.argv[1]
 
 
 def main(config, _notes, **_: object) -> int:
     launch = read_launch()
-    if len(sys.argv) > 3:
-        gate = Path(sys.argv[3])
-        (gate / str(launch.rank)).touch()
-        while len(list(gate.iterdir())) < int(sys.argv[4]):
-            time.sleep(0.01)
     device, backend = choose_device(launch, config.distributed)
     connect(launch, backend, config.distributed.distributed_timeout_minutes, config.to_dict())
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if WHAT == "restart" and restarts == "0" and launch.rank == 1:
-        os._exit(9)
     if WHAT == "bug" and launch.rank == 1:
         raise ValueError("a fault of ours")
     groups = make_groups(Layout(dp=launch.world_size), None)
@@ -60,25 +43,11 @@ def main(config, _notes, **_: object) -> int:
         "launcher": launch.launcher,
         "sum": total.item(),
         "threads": torch.get_num_threads(),
-        "restarts": restarts,
         "timeouts": [options._timeout.total_seconds() for options in made],
     }
-    if WHAT == "hang" and launch.rank > 0:
-        begun = time.monotonic()
-        try:
-            dist.all_reduce(total, group=groups.world.group)
-        except RuntimeError:
-            shown["waited"] = time.monotonic() - begun
-        gave_up().touch()
-    elif WHAT == "hang":
-        until = time.monotonic() + 300
-        while not gave_up().exists() and time.monotonic() < until:
-            time.sleep(0.01)
-    else:
-        time.sleep(0.5 * launch.rank)  # rank 0 is the first that wants to leave
+    time.sleep(0.5 * launch.rank)  # rank 0 is the first that wants to leave
     print(json.dumps(shown), flush=True)
-    if WHAT != "hang":
-        disconnect()
+    disconnect()
     return 0
 
 
@@ -86,5 +55,5 @@ megatron.training.pretrain.pretrain = main
 lr = 0.2 if WHAT == "flags" and os.environ.get("RANK") == "1" else 0.1
 FLAGS = f"""--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8
 --micro-batch-size 1 --train-iters 1 --lr {lr} --mock-data --tokenizer-type NullTokenizer
---vocab-size 9 --distributed-timeout-minutes {MINUTES}"""
+--vocab-size 9 --distributed-timeout-minutes 0.5"""
 sys.exit(pretrain_gpt.main(FLAGS.split()))

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.distributed.groups import (
-    TP_PP_DP_ORDER,
-    Groups,
-    Layout,
-    build_groups,
-)
+from megatron.distributed.groups import TP_PP_DP_ORDER, Groups, Layout, build_groups
 
 LAYOUTS = [
     (Layout(tp=2, cp=2, dp=2, pp=2, ep=4, etp=1), None),

@@ -5,13 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from megatron.tools._preflight.judge import (
-    Limits,
-    judge,
-    leave_out,
-    outliers,
-    report,
-)
+from megatron.tools._preflight.judge import Limits, judge, leave_out, outliers, report
 from megatron.tools._preflight.links import pairings
 from megatron.tools._preflight.meeting import Findings
 from megatron.tools._preflight.probes import MISSING, Facts, Needs

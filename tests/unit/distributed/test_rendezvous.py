@@ -180,25 +180,6 @@ def test_a_server_that_says_nothing(monkeypatch):
         assert time.monotonic() - begun < PLENTY
 
 
-def test_another_kind_of_server(capfd):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.recv(64)
-                    connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n")
-
-        threading.Thread(target=serve, daemon=True).start()
-        [error] = meet_all(launches(2, server.getsockname()[1])[1:], seconds={0: 0.5})
-        server.shutdown(socket.SHUT_RDWR)
-    assert "is not a rendezvous store" in str(error)
-
-
 class TestTorchrunsStore:
     """The agent's store outlives the processes, so that a second attempt finds what the first one
     left there.

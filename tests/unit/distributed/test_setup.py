@@ -14,11 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.distributed.groups import Layout
-from megatron.distributed.setup import (
-    MESSAGE_CTAS,
-    make_groups,
-    nccl_options,
-)
+from megatron.distributed.setup import MESSAGE_CTAS, make_groups, nccl_options
 
 FAULTS = """
 import resource, sys, torch

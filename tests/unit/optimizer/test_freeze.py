@@ -134,10 +134,7 @@ def test_frozen_weights_keep_their_bits_and_checkpoints_hold_no_state_of_them(gl
     flags = (*plain, "--save-interval", "2", "--freeze", "embedding,layers.0-1")
     world, (save, again) = gloo_world(2), (tmp_path / "save", tmp_path / "again")
     world.run(run_case, (*flags, "--zero-stage", "3", "--save", str(save)))
-    with (
-        open_checkpoint(save, 2) as middle,
-        open_checkpoint(save, 4) as last,
-    ):
+    with open_checkpoint(save, 2) as middle, open_checkpoint(save, 4) as last:
         for name in last.names:
             part = name.removeprefix("optimizer.exp_avg_sq.").removeprefix("optimizer.exp_avg.")
             frozen = unit_of(part) in ("embedding", "layers.0", "layers.1")
@@ -158,10 +155,7 @@ def test_frozen_weights_keep_their_bits_and_checkpoints_hold_no_state_of_them(gl
             str(again),
         ),
     )
-    with (
-        open_checkpoint(save, 4) as one,
-        open_checkpoint(again, 4) as other,
-    ):
+    with open_checkpoint(save, 4) as one, open_checkpoint(again, 4) as other:
         assert one.names and sorted(one.names) == sorted(other.names)
         assert all(torch.equal(one[name], other[name]) for name in one.names)
     trains_all = (*plain, "--load", str(save), "--ckpt-step", "2")

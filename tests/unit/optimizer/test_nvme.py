@@ -186,10 +186,7 @@ def test_a_step_through_files_has_the_same_bits(gloo_world, tmp_path, name, shar
 
 
 def same_checkpoints(one: Path, other: Path, iteration: int) -> bool:
-    with (
-        open_checkpoint(one, iteration) as a,
-        open_checkpoint(other, iteration) as b,
-    ):
+    with open_checkpoint(one, iteration) as a, open_checkpoint(other, iteration) as b:
         assert sorted(a.names) == sorted(b.names) and len(a.names) % 3 == 0
         return all(torch.equal(a[name], b[name]) for name in a.names)
 

@@ -229,9 +229,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("layout", "flags"), RUNS, ids=str)
 @pytest.mark.default(
-    f"dp2 zero3 kept-{FULL}",
-    "tp2 sp dp2 zero3-",
-    f"pp2 zero-bubble dp2 zero2-{FULL}",
+    f"dp2 zero3 kept-{FULL}", "tp2 sp dp2 zero3-", f"pp2 zero-bubble dp2 zero2-{FULL}"
 )
 def test_every_layout_trains_them_as_one_process(gloo_world, alone, layout, flags):
     words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2

@@ -98,10 +98,7 @@ def test_checkpoints_are_those_of_any_other_run(gloo_world, tmp_path):
     """Saved with the flag and without, loaded by one rank with it and without, and by two: always
     the same bits.
     """
-    flags = (
-        *FLAGS,
-        *"--train-iters 6 --save-interval 3 --bf16 --micro-batch-size 4".split(),
-    )
+    flags = (*FLAGS, *"--train-iters 6 --save-interval 3 --bf16 --micro-batch-size 4".split())
     here, there = tmp_path / "here", tmp_path / "there"
     gloo_world(2).run(run_case, (*flags, "--save", str(here)))
     gloo_world(2).run(run_case, (*flags, HOST, "--save", str(there)))

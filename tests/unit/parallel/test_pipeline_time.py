@@ -137,13 +137,7 @@ def test_torch_pipelines_compute_the_same_and_the_table_has_all_rows(
         # torch 2.11's begins with a message from a rank to itself, which Gloo cannot send
         monkeypatch.delitem(tool.SCHEDULES, "zero-bubble-v")
     out = tmp_path / "out.json"
-    tool.main(
-        [
-            *"--torch --size tiny --pairs 1 --quiet 9 --patience 0".split(),
-            "--out",
-            str(out),
-        ]
-    )
+    tool.main([*"--torch --size tiny --pairs 1 --quiet 9 --patience 0".split(), "--out", str(out)])
     rows = json.loads(out.read_text())["sections"]["torch"]["rows"]
     assert [row["schedule"] for row in rows] == list(tool.SCHEDULES)
     for row in rows:

@@ -174,11 +174,7 @@ class NCCL:
         return Work(gpu, stream.record_event(), (reads, writes), arrive)
 
     def all_reduce(
-        self,
-        x: Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
+        self, x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Work:
         work = self._start(
             group, [x], [x], lambda: dist.all_reduce(x, op, group=group, async_op=True).wait

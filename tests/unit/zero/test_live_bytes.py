@@ -66,9 +66,7 @@ MARKED = one_in(2, [(row,) for row in ROWS], [str(row) for row in ROWS])
 
 
 @pytest.mark.parametrize("row", sorted(MARKED, key=lambda param: param.values[0].world))
-@pytest.mark.default(
-    "stage3-dp2-pp2-m4-bf16-gpt-4x112-v1024-pipeline-schedule-zero-bubble-v",
-)
+@pytest.mark.default("stage3-dp2-pp2-m4-bf16-gpt-4x112-v1024-pipeline-schedule-zero-bubble-v")
 def test_a_run_holds_what_the_formula_says(gloo_world, row):
     found = faults_of(row, held(gloo_world, row))
     assert not found, "\n".join(found)
