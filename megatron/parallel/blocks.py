@@ -28,6 +28,8 @@ import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -501,13 +503,9 @@ def _lay_out(
     size = padded(end, parts)
     ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
     name = unit if group == "dense" else f"{unit} ({group})"
-    return BufferLayout(name, unit, group, tuple(entries), late_end, _joined(ranges), size)
-
-
-def _joined(ranges: list[tuple[int, Multipliers]]) -> tuple[tuple[int, Multipliers], ...]:
-    """Neighbours that are multiplied alike as one range, which ends where the last of them does."""
-    following = [multipliers for _, multipliers in ranges[1:]] + [None]
-    return tuple(each for each, next_one in zip(ranges, following) if each[1] != next_one)
+    # Neighbours that are multiplied alike are one range, which ends where the last of them does.
+    joined = tuple([*alike][-1] for _, alike in groupby(ranges, itemgetter(1)))
+    return BufferLayout(name, unit, group, tuple(entries), late_end, joined, size)
 
 
 def build_blocks(

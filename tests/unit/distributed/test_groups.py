@@ -56,47 +56,25 @@ def made_groups(
     return build_groups(layout, rank, new_group, kv_heads, tied=tied, shard=shard), calls
 
 
-def test_the_example_of_sixteen_ranks():
-    first, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2), 0)
-    assert {name: axis_of(first, name).ranks for name in AXES} == {
-        "world": tuple(range(16)),
-        "tp": (0, 1),
-        "cp": (0, 2),
-        "dp": (0, 4),
-        "pp": (0, 8),
-        "replicas": (0, 2, 4, 6),
-        "shard": (0, 2, 4, 6),
-        "shard_gather": (0, 2, 4, 6),
-        "same_shard": (0,),
-        "kv": (0,),
-    }
-    other, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2), 13)
-    assert [axis_of(other, name).ranks for name in ("tp", "cp", "dp", "pp", "replicas")] == [
-        (12, 13),
-        (13, 15),
-        (9, 13),
-        (5, 13),
-        (9, 11, 13, 15),
-    ]
-    assert [axis_of(other, name).rank for name in ("tp", "cp", "dp", "pp", "replicas")] == [
-        1,
-        0,
-        1,
-        1,
-        2,
-    ]
-    assert other.describe() == "tp2 cp2 pp2 dp2 | rank 13 = pp1 dp1 cp0 tp1"
+SIXTEEN = [
+    (Layout(2, 2, 2, 2), 0, "0 1 | 0 2 | 0 4 | 0 8 | 0 2 4 6"),
+    (Layout(2, 2, 2, 2), 13, "12 13 | 13 15 | 9 13 | 5 13 | 9 11 13 15"),
+    # pipelines inside data-parallel copies
+    (Layout(2, 2, 2, 2, TP_PP_DP_ORDER), 0, "0 1 | 0 2 | 0 8 | 0 4 | 0 2 8 10"),
+]
 
 
-def test_the_other_mapping_puts_pipelines_inside_data_parallel_copies():
-    first, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2, order=TP_PP_DP_ORDER), 0)
-    assert [axis_of(first, name).ranks for name in ("tp", "cp", "pp", "dp", "replicas")] == [
-        (0, 1),
-        (0, 2),
-        (0, 4),
-        (0, 8),
-        (0, 2, 8, 10),
-    ]
+@pytest.mark.parametrize("layout, rank, ranks", SIXTEEN, ids=str)
+def test_the_example_of_sixteen_ranks(layout, rank, ranks):
+    groups, _ = groups_of(layout, rank)
+    axes = [axis_of(groups, name) for name in ("tp", "cp", "dp", "pp", "replicas")]
+    assert " | ".join(" ".join(map(str, axis.ranks)) for axis in axes) == ranks
+    assert all(axis.ranks[axis.rank] == rank for axis in axes)
+    assert groups.world.ranks == tuple(range(16))
+    assert groups.dense.shard.ranks == groups.dense.replicas.ranks
+    assert groups.kv.ranks == groups.dense.same_shard.ranks == (rank,)
+    if rank == 13:
+        assert groups.describe() == "tp2 cp2 pp2 dp2 | rank 13 = pp1 dp1 cp0 tp1"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -47,16 +47,13 @@ def leaving(route: Route) -> set[tuple[str, int]]:
 ONE_AFTER_ANOTHER = [(kind, micro) for micro in (0, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)]
 
 
-def test_the_last_layer_before_the_turn_stays():
-    found = leaving(route_of(stage([NO_RECOMPUTE] * 4), ONE_AFTER_ANOTHER))
-    assert found == {(layer, micro) for layer in "012" for micro in (0, 1)}
-
-
-def test_without_a_head_the_last_but_one_would_come_back_before_it_has_left():
-    """A middle stage with one micro-batch: forward passes of 2 and 3, then the backward of 3."""
-    found = leaving(route_of(stage([NO_RECOMPUTE] * 4, head=False), ONE_AFTER_ANOTHER))
-    assert found == {(layer, micro) for layer in "012" for micro in (0, 1)}
-    assert leaving(route_of(stage([NO_RECOMPUTE], head=False), ONE_AFTER_ANOTHER)) == set()
+@pytest.mark.parametrize(
+    "layers, head, found", [(4, True, "012"), (4, False, "012"), (1, False, "")]
+)
+def test_what_would_come_back_before_it_has_left_stays(layers, head, found):
+    """The last layer before the turn; of a middle stage with one micro-batch the only one."""
+    route = route_of(stage([NO_RECOMPUTE] * layers, head), ONE_AFTER_ANOTHER)
+    assert leaving(route) == {(layer, micro) for layer in found for micro in (0, 1)}
 
 
 def test_all_leave_where_another_micro_batch_comes_first():
