@@ -203,11 +203,6 @@ def channel_count(size: int) -> int:
     return {1: 0, 2: 2}.get(size, 6 if size % 2 else 4)
 
 
-def kv_sharers(tp: int, kv_heads: int) -> int:
-    """Number of tp ranks that hold the same key/value head: 1 unless heads are fewer than ranks."""
-    return max(1, tp // kv_heads)
-
-
 def build_groups(
     layout: Layout,
     rank: int,
@@ -235,9 +230,9 @@ def build_groups(
     shard = shard or layout.dp * layout.cp
     assert 0 <= rank < layout.world and layout.dp * layout.cp % shard == 0
     assert cp_heads * cp_ring in (1, layout.cp)
-    share = kv_sharers(layout.tp, kv_heads or layout.tp)
-    partitions = _dense_partitions(layout, share, tied, shard)
-    partitions |= _attention_partitions(layout, cp_heads, cp_ring)
+    # tp ranks hold the same key/value head where there are fewer heads than ranks
+    share = max(1, layout.tp // (kv_heads or layout.tp))
+    partitions = _dense_partitions(layout, share, tied, shard, cp_heads, cp_ring)
     if experts:
         partitions |= _expert_partitions(layout, shard)
 
@@ -285,8 +280,12 @@ def _strided(step: int) -> Callable[[Ranks], Iterable[Ranks]]:
     return lambda ranks: (ranks[i::step] for i in range(step))
 
 
-def _dense_partitions(layout: Layout, share: int, tied: bool, shard: int) -> dict[str, Partition]:
-    """`share` neighbours of tp hold the same key/value head."""
+def _dense_partitions(
+    layout: Layout, share: int, tied: bool, shard: int, heads: int, ring: int
+) -> dict[str, Partition]:
+    """`share` neighbours of tp hold the same key/value head; in attention `heads` neighbours of cp
+    exchange heads, and `ring` such groups form rings.
+    """
 
     def ends(line: Ranks) -> Iterable[Ranks]:
         return ((line[0], line[-1]),) if tied and layout.pp > 1 else ()
@@ -300,12 +299,6 @@ def _dense_partitions(layout: Layout, share: int, tied: bool, shard: int) -> dic
         "same_shard": Partition(layout, replicas, _strided(shard)),
         "kv": Partition(layout, ("tp",), _neighbours(share)),
         "tied": Partition(layout, ("pp",), ends),
-    }
-
-
-def _attention_partitions(layout: Layout, heads: int, ring: int) -> dict[str, Partition]:
-    """The groups of cp that exchange heads in attention, and those that form rings."""
-    return {
         "cp_heads": Partition(layout, ("cp",), _neighbours(heads)),
         "cp_ring": Partition(layout, ("cp",), _strided(heads) if ring > 1 else _neighbours(1)),
     }

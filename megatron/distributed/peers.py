@@ -193,10 +193,11 @@ class Peers:
         if self.world > MAX_OBSERVERS and self.rank > 0:
             return "rank 0 warns of those that are silent"
         others = [rank for rank in range(self.world) if rank != self.rank]
+        timeout = waited > OBSERVE_S  # else a connection was lost
 
         def look() -> tuple[Reports, Reports]:
             first = self._read(others)
-            if waited > OBSERVE_S:  # else a connection was lost
+            if timeout:
                 time.sleep(OBSERVE_S)
             return first, self._read(others)
 
@@ -209,12 +210,18 @@ class Peers:
         self.silent = {
             rank
             for rank, report in last.items()
-            if waited > OBSERVE_S
-            and rank in first
-            and report.count == first[rank].count
-            and not report.ended
+            if timeout and rank in first and report.count == first[rank].count and not report.ended
         }
-        return _findings(last, self.silent, waited)
+        # Silent ranks explain the rest; then those that ended while they computed; then those that
+        # have not come to the operation.
+        silent = [last[rank].silent(rank) for rank in sorted(self.silent)]
+        ended = [each.over(rank) for rank, each in last.items() if each.ended and not each.waited]
+        busy = [
+            each.busy(rank)
+            for rank, each in last.items()
+            if timeout and not each.ended and not each.waited
+        ]
+        return some(silent or ended or busy, MAX_NAMED, "; ")
 
     def stay(self) -> None:
         """On the host of the store, wait until all living ranks have read it, as their last
@@ -235,20 +242,6 @@ class Peers:
                 if reports and all(report.ended for report in reports.values()):
                     return
                 time.sleep(0.2)
-
-
-def _findings(last: Reports, silent_ranks: set[int], waited: float) -> str:
-    timeout = waited > OBSERVE_S
-    silent = [last[rank].silent(rank) for rank in sorted(silent_ranks)]
-    ended = [
-        report.over(rank) for rank, report in last.items() if report.ended and not report.waited
-    ]
-    busy = [
-        report.busy(rank)
-        for rank, report in last.items()
-        if timeout and not report.ended and not report.waited
-    ]
-    return some(silent or ended or busy, MAX_NAMED, "; ")
 
 
 PEERS = Peers()
