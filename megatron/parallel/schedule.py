@@ -158,25 +158,30 @@ def _are_apart(stage: int, other: int, placement: Sequence[int]) -> bool:
     return 0 <= other < len(placement) and placement[stage] != placement[other]
 
 
+# of a send or receive: what travels, and the way from its stage to the one that receives it
+CARRIES = {
+    Kind.SEND_FORWARD: (Kind.FORWARD, 1),
+    Kind.RECEIVE_FORWARD: (Kind.FORWARD, 0),
+    Kind.SEND_BACKWARD: (Kind.BACKWARD, -1),
+    Kind.RECEIVE_BACKWARD: (Kind.BACKWARD, 0),
+}
+
+
 def channel_of(
     action: Action, placement: tuple[int, ...]
 ) -> tuple[tuple[int, int], Message] | tuple[None, None]:
     """(sender, receiver) and the message of a send or receive; a neighbour that does not exist is
     rank -1.
     """
-    kind, stage, micro = action
-    if kind is Kind.SEND_FORWARD or kind is Kind.RECEIVE_FORWARD:
-        # A message is named by the stage that receives it, so both ends of a channel compute the
-        # same name.
-        receiver = stage + 1 if kind is Kind.SEND_FORWARD else stage
-        ends, message = (receiver - 1, receiver), Message(Kind.FORWARD, receiver, micro)
-    elif kind is Kind.SEND_BACKWARD or kind is Kind.RECEIVE_BACKWARD:
-        receiver = stage - 1 if kind is Kind.SEND_BACKWARD else stage
-        ends, message = (receiver + 1, receiver), Message(Kind.BACKWARD, receiver, micro)
-    else:
+    if action.kind not in CARRIES:
         return None, None
-    sender, receiver = (placement[end] if 0 <= end < len(placement) else -1 for end in ends)
-    return (sender, receiver), message
+    # A message is named by the stage that receives it, so both ends of a channel compute the same
+    # name.
+    kind, step = CARRIES[action.kind]
+    stage = action.stage + step
+    source = stage - 1 if kind is Kind.FORWARD else stage + 1
+    ends = [placement[end] if 0 <= end < len(placement) else -1 for end in (source, stage)]
+    return (ends[0], ends[1]), Message(kind, stage, action.micro)
 
 
 def source_of(message: Message, placement: tuple[int, ...]) -> int:
