@@ -175,8 +175,7 @@ def channel_of(
     """
     if action.kind not in CARRIES:
         return None, None
-    # A message is named by the stage that receives it, so both ends of a channel compute the same
-    # name.
+    # Named by the stage that receives it, so both ends of a channel compute the same name.
     kind, step = CARRIES[action.kind]
     stage = action.stage + step
     source = stage - 1 if kind is Kind.FORWARD else stage + 1

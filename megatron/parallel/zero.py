@@ -69,15 +69,11 @@ class Zero:
 
     @cached_property
     def gathers_updates(self) -> bool:
-        """Whether weights are sent round after their update: stage 0 updates all of them on every
-        rank, and stage 3 gathers before each use.
-        """
+        """Whether updated weights are sent round: stage 3 gathers before each use."""
         return self.zero_stage in (1, 2)
 
     def _make_streams(self, device: torch.device) -> None:
-        """One side stream for gathers and one for reductions; on a CPU there are none, and what
-        would run there runs at once.
-        """
+        """Side streams for gathers and for reductions; on a CPU what is theirs runs at once."""
         on_gpu = device.type == "cuda"
         self.gather_stream, self.reduce_stream = (
             torch.cuda.Stream(device) if on_gpu else None for _ in range(2)
