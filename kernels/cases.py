@@ -1,5 +1,5 @@
 """A call of every operator for a row of the table of configurations or for a variant of a run, and
-the definition's results in fp32 to compare a small one with.
+the definition's results, in any precision, to compare a small one with.
 
 The check at start (self_check.py) runs this module in a child process, which compares the variants
 of a run; kernels/tools/tune.py compares and times rows.

@@ -257,16 +257,6 @@ def test_without_triton(monkeypatch, no_interpreter):
     assert choose("norm", "auto", CPU, BF16).implementation == "torch"
 
 
-def test_a_model_is_built_without_auto(no_interpreter):
-    chosen, choices = choose_kernels(run(), CPU)
-    resolved = chosen.model
-    operators = ("norm", "rotary", "activation", "dropout", "cross_entropy")
-    assert {getattr(resolved, f"{name}_backend") for name in operators} == {"torch"}
-    assert resolved.attention_backend == "auto" and choices["attention"].implementation == "sdpa"
-    _, choices = choose_kernels(run(attention_dropout=0.1), CPU)
-    assert choices["attention"].implementation == "plain"
-
-
 def forward_affine(x, shape, weight, bias, eps):
     return torch.native_layer_norm(x, shape, weight, bias, eps)
 
