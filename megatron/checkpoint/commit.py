@@ -334,6 +334,8 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
             f"{root}: older checkpoints that --save-keep-last or "
             f"--save-retain-interval do not keep were not deleted: {error}"
         )
+    if not gone:
+        return []
     with suppress(OSError):  # the next save removes the rest
         sync_folder(root)  # else a power loss could leave part of a checkpoint under its old name
         for iteration in gone:

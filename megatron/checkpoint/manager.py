@@ -149,16 +149,9 @@ class PendingSave:
 class Saved:
     """A save of all ranks that went well. Training waited for `stall` of its seconds."""
 
-    folder: str
     bytes: int
     seconds: float
     stall: float
-
-    def __str__(self) -> str:
-        return (
-            f" saved checkpoint {self.folder}: {self.bytes / GB:.2f} GB in {self.seconds:.1f} s, "
-            f"{self.bytes / GB / self.seconds:.2f} GB/s; training waited {self.stall:.1f} s"
-        )
 
 
 class CheckpointManager:
@@ -403,6 +396,9 @@ class CheckpointManager:
             return
         folder = self.root / iteration_folder(iteration)
         size = sum(shard["bytes"] for shard in read_manifest(folder)["shards"])
-        saved = Saved(str(folder), size, time.perf_counter() - self.began, self.stall)
-        logger.info(str(saved))
+        saved = Saved(size, time.perf_counter() - self.began, self.stall)
+        logger.info(
+            f" saved checkpoint {folder}: {size / GB:.2f} GB in {saved.seconds:.1f} s, "
+            f"{size / GB / saved.seconds:.2f} GB/s; training waited {self.stall:.1f} s"
+        )
         self.report(iteration, saved)
