@@ -1,8 +1,8 @@
 """The command line, read so that every fault is reported at once.
 
-Python's argparse formats `--help`, but does not read the line: it stops at the first fault, and an
-unset shell variable (`--lr $LR`) makes it blame the next flag. Here a flag owns every word up to
-the next flag; what follows is checked per flag. Flags of Megatron-LM and Megatron-DeepSpeed that
+Python's argparse is not used: it stops at the first fault, and an unset shell variable (`--lr $LR`)
+makes it blame the next flag. Here a flag owns every word up to the next flag; what follows is
+checked per flag. Flags of Megatron-LM and Megatron-DeepSpeed that
 are not fields are answered by the table in `compatibility.py`.
 """
 

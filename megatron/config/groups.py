@@ -279,11 +279,9 @@ class OptimizerConfig:
     optimizer_nvme_offload: str | None = flag(None, needs="--optimizer adam")
     """Keep master weights and moments in files in this folder, on a local disk of each node."""
     param_cpu_offload: bool = flag(False, needs=("--optimizer adam", "--zero-stage 3"))
-    """With --zero-stage 3: keep frozen weights, and those whose optimizer state is in host memory,
-    there too; sets --optimizer-cpu-offload."""
+    """With --zero-stage 3: keep frozen and CPU-updated weights in host memory between uses."""
     freeze: str | None = flag(None, change=STEPS)
-    """Parts to freeze, such as embedding,layers.0-3,head. Positions go with the first layer, the
-    final norm with the last."""
+    """Parts to freeze, such as embedding,layers.0-3,head; the last layer has the final norm."""
     lr: float | None = not_negative(None)
     """Peak learning rate."""
     min_lr: float = not_negative(0.0, idle_without=needs.DECAY)
@@ -386,8 +384,7 @@ class CheckpointConfig:
     local_checkpoint_dir: str | None = flag(
         None, "--non-persistent-local-ckpt-dir", needs=("--save DIR", "--local-save-interval N")
     )
-    """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints. A restart takes the
-    newest complete one, here or in --load."""
+    """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints, used at a restart."""
     local_save_interval: int | None = local_flag(None, "--non-persistent-save-interval")
     """Iterations between checkpoints in --local-checkpoint-dir."""
     local_redundancy: Literal["none", "partner", "xor"] = local_flag("none")
@@ -442,8 +439,7 @@ class LoggingConfig:
     pytorch_profiler_collect_callstack: bool = profile_flag(False)
     """Let traces hold the lines of Python that called each operator."""
     record_memory_history: bool = False
-    """Record CUDA allocations; write a snapshot for pytorch.org/memory_viz to --profile-dir when
-    memory runs out and after --profile."""
+    """Write a snapshot of CUDA allocations to --profile-dir at out-of-memory, after --profile."""
     metrics_file: str | None = None
     """File for the metrics. Default: <save>/metrics.jsonl."""
     tensorboard_dir: str | None = None
@@ -509,8 +505,7 @@ class DistributedConfig:
     account_for_loss_in_pipeline_split: bool = pipeline_flag(False)
     """Count head and loss as a layer of the last stage when layers are divided evenly."""
     pipeline_model_parallel_layout: str | None = pipeline_flag(None)
-    """Stages as text, such as Et*3|(tt|)*6tL: E embedding, t layer, L head and loss; auto balances
-    costs."""
+    """Stages as text, E embedding, t layer, L head and loss: Et*3|(tt|)*6tL; auto: by cost."""
     sequence_parallel: bool = flag(False, change=ROUNDING)
     """Shard activations of norms, dropout and residuals over the TP ranks. Sends no more bytes."""
     tp_comm_overlap: bool = flag(True, idle_without=needs.TENSOR_PARALLEL, change=ROUNDING)
@@ -542,8 +537,7 @@ class DistributedConfig:
     device_memory: float | None = None
     """GiB of a GPU, for the plan's verdict. Default: what the GPU has; 80 in a dry run."""
     hardware: str | None = None
-    """Device for predicted step times: a name from tools/plan.py, or a file of tools/plan.py
-    measure. Default: the GPU's, if known."""
+    """Device for predicted step times: a name or file of tools/plan.py. Default: the GPU's."""
     host_memory: float | None = None
     """GiB of a node's memory for all its ranks, which offload must fit. Default: the node's."""
 

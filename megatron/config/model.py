@@ -186,8 +186,7 @@ class ModelConfig:
     moe_router_topk_scaling_factor: float | None = expert_flag(None)
     """Factor of the weights of the chosen experts."""
     moe_router_enable_expert_bias: bool = expert_flag(False)
-    """Balance experts without a loss: a bias on the scores when experts are chosen, updated after
-    each step. Needs --moe-router-score-function sigmoid or sqrtsoftplus."""
+    """Balance experts by a bias on scores, updated each step; needs sigmoid or sqrtsoftplus."""
     moe_router_bias_update_rate: float = flag(
         1e-3, bound=NOT_NEGATIVE, needs=(EXPERTS, "--moe-router-enable-expert-bias"), change=STEPS
     )
@@ -208,8 +207,7 @@ class ModelConfig:
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
         "alltoall", idle_without=EXPERTS, change=ROUNDING
     )
-    """How tokens reach their experts: alltoall, or allgather, which sends less if there are fewer
-    expert-parallel ranks than experts per token."""
+    """How tokens reach experts; allgather sends less with fewer EP ranks than experts a token."""
     moe_expert_capacity_factor: float | None = expert_steps_flag(None)
     """Most tokens of an expert in a micro-batch, in even shares; others skip it. Default: all."""
     moe_token_drop_policy: Literal["probs", "position"] = flag(
@@ -230,8 +228,7 @@ class ModelConfig:
 
     # Multi-head latent attention (MLA)
     multi_latent_attention: bool = model_flag(False)
-    """Multi-head latent attention (MLA, DeepSeek-V2): keys and values are projected from one narrow
-    vector of each token, and separate channels rotate."""
+    """Multi-head latent attention (MLA): keys and values come from one narrow vector a token."""
     q_lora_rank: int | None = latent_flag(None)
     """Width of the latent vector of queries. Default: queries come from the token itself."""
     kv_lora_rank: int = latent_flag(32)

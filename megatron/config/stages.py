@@ -109,11 +109,8 @@ def virtual_stages(config: Config) -> int | None:
         except ValueError:
             return None
     if layers is not None:
-        return (
-            _quotient(counted_layers(config), ranks * layers)
-            if config.model.num_layers and layers > 0
-            else None
-        )
+        is_valid = config.model.num_layers and layers > 0
+        return _quotient(counted_layers(config), ranks * layers) if is_valid else None
     if distributed.pipeline_schedule is None:
         return 1
     return SCHEDULES[distributed.pipeline_schedule].virtual or 1
