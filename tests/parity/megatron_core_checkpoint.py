@@ -18,7 +18,6 @@ import argparse
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -27,20 +26,8 @@ import torch.nn.functional as F
 TOKENS, LENGTH, BOUND = 100, 24, 1e-5
 
 
-FUSIONS = (
-    *("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion"),
-    *("apply_rope_fusion", "persist_layer_norm", "gradient_accumulation_fusion"),
-)
-
-
 def ids() -> torch.Tensor:
     return torch.randint(TOKENS, (2, LENGTH), generator=torch.Generator().manual_seed(5))
-
-
-def sizes_of(kind: str) -> dict[str, int]:
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "kv_channels": 8}
-    own = (48, 2) if kind == "llama" else (128, 4)
-    return sizes | dict(zip(("ffn_hidden_size", "num_query_groups"), own))
 
 
 def build(kind: str, tp: int, pp: int):
@@ -54,16 +41,25 @@ def build(kind: str, tp: int, pp: int):
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    tracker = SimpleNamespace(fork=lambda *name: nullcontext(), is_initialized=lambda: True)
-    tensor_parallel.get_cuda_rng_tracker = lambda: tracker
+    tracker = type(
+        "Tracker",
+        (),
+        {"fork": lambda self, *name: nullcontext(), "is_initialized": lambda self: True},
+    )
+    tensor_parallel.get_cuda_rng_tracker = tracker
     dist.init_process_group("gloo")
-    parallel = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    parallel_state.initialize_model_parallel(**parallel)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
+    )
     torch.manual_seed(7)
     llama = kind == "llama"
     config = TransformerConfig(
-        **sizes_of(kind),
-        **parallel,
+        num_layers=4,
+        hidden_size=32,
+        ffn_hidden_size=48 if llama else 128,
+        num_attention_heads=4,
+        num_query_groups=2 if llama else 4,
+        kv_channels=8,
         gated_linear_unit=llama,
         activation_func=F.silu if llama else F.gelu,
         add_bias_linear=not llama,
@@ -74,8 +70,15 @@ def build(kind: str, tp: int, pp: int):
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
         layernorm_epsilon=1e-5,
-        **dict.fromkeys(FUSIONS, False),
     )
     model = GPTModel(
         config,
@@ -91,8 +94,12 @@ def build(kind: str, tp: int, pp: int):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
-                draw = torch.Generator().manual_seed(len(name))
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+                parameter.add_(
+                    0.1
+                    * torch.randn(
+                        parameter.shape, generator=torch.Generator().manual_seed(len(name))
+                    )
+                )
             else:
                 parameter.mul_(10)
     return model, config
@@ -107,8 +114,13 @@ def write(out: Path, kind: str, tp: int, pp: int) -> None:
 
     llama = kind == "llama"
     arguments = argparse.Namespace(  # of those that Megatron-LM keeps
-        **{**sizes_of(kind), "num_query_groups": 2 if llama else 1},
+        num_layers=4,
+        hidden_size=32,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=4,
         group_query_attention=llama,
+        kv_channels=8,
+        num_query_groups=2 if llama else 1,
         max_position_embeddings=LENGTH,
         position_embedding_type="rope" if llama else "learned_absolute",
         rotary_base=10000,
@@ -133,9 +145,13 @@ def write(out: Path, kind: str, tp: int, pp: int) -> None:
     folder = out / "iter_0000003"
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 3}
-    sharded = state | {"model": model.sharded_state_dict()}
-    dist_checkpointing.save(sharded, folder, TorchDistSaveShardedStrategy("torch_dist", 1))
+    state = {
+        "args": arguments,
+        "checkpoint_version": 3.0,
+        "iteration": 3,
+        "model": model.sharded_state_dict(),
+    }
+    dist_checkpointing.save(state, folder, TorchDistSaveShardedStrategy("torch_dist", 1))
     (out / "latest_checkpointed_iteration.txt").write_text("3")
     stage = f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if pp > 1 else ""
     older = out / "older" / f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}{stage}"
@@ -148,8 +164,11 @@ def logits(out: Path, kind: str) -> None:
     model, _ = build(kind, 1, 1)
     from megatron.core import dist_checkpointing
 
-    state = {"model": model.sharded_state_dict()}
-    model.load_state_dict(dist_checkpointing.load(state, str(out / "iter_0000003"))["model"])
+    model.load_state_dict(
+        dist_checkpointing.load({"model": model.sharded_state_dict()}, str(out / "iter_0000003"))[
+            "model"
+        ]
+    )
     mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
     with torch.no_grad():
         torch.save(model(ids(), torch.arange(LENGTH).expand(2, LENGTH), mask), out / "logits.pt")
@@ -186,10 +205,9 @@ def main() -> int:
     flags = parser.parse_args()
     if flags.what == "compare":
         return compare(flags.out)
-    if flags.what == "write":
-        write(flags.out, flags.kind, flags.tp, flags.pp)
-    else:
-        logits(flags.out, flags.kind)
+    write(flags.out, flags.kind, flags.tp, flags.pp) if flags.what == "write" else logits(
+        flags.out, flags.kind
+    )
     return 0
 
 
