@@ -12,6 +12,7 @@ LINES = {
     "megatron/checkpoint": 4698,
     "megatron/config": 5101,
     "megatron/data": 1551,
+    "megatron/distributed": 2553,
     "megatron/model": 6338,
     "megatron/observe": 1182,
     "megatron/optimizer": 1551,
