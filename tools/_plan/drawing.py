@@ -66,6 +66,14 @@ def schedule_of(line: Timeline) -> Schedule:
     )
 
 
+def idle_inside(line: Timeline) -> list[float]:
+    """Of each rank's idle time, what lies between its own first and last computation."""
+    return [
+        row[-1].end - row[0].begin - line.busy(rank) if row else 0.0
+        for rank, row in enumerate(line.rows)
+    ]
+
+
 def figures(line: Timeline) -> dict[str, float]:
     """What a time line comes to; activations in micro-batches on a whole rank, of the rank that
     holds most.
@@ -75,7 +83,7 @@ def figures(line: Timeline) -> dict[str, float]:
         "time": line.end - line.begin,
         "bubble": line.bubble,
         "idle": statistics.fmean(map(line.idle, ranks)),
-        "idle inside": statistics.fmean(map(line.idle_inside, ranks)),
+        "idle inside": statistics.fmean(idle_inside(line)),
         "peak activations": max(peak_activations(schedule_of(line))),
     }
 

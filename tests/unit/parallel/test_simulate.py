@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from megatron.tools._plan.drawing import peak_activations
+from megatron.tools._plan.drawing import idle_inside, peak_activations
 from megatron.tools._plan.simulate import Costs, simulate
 from megatron.tools._plan.timeline_files import read_timeline
 from random_schedules import random_placement, random_schedule
@@ -26,11 +26,6 @@ def run(
 
 def idle(line: Timeline) -> list[float]:
     return [line.idle(rank) for rank in range(len(line.rows))]
-
-
-def idle_inside(line: Timeline) -> list[float]:
-    """Of each rank, what of it lies between the rank's own first and last computation."""
-    return [row[-1].end - row[0].begin - line.busy(rank) for rank, row in enumerate(line.rows)]
 
 
 def test_interleaving_divides_the_bubble():
