@@ -41,6 +41,7 @@ No data file is read; the tokenizer is, unless --vocab-size gives its number of 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -305,6 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     ):
         print(__doc__.strip(), file=sys.stdout if "--help" in argv or "-h" in argv else sys.stderr)
         return 0 if "--help" in argv or "-h" in argv else 2
+    gc.freeze()  # what has been imported stays: collections need not look at it
     try:
         print("\n".join(run(argv[0], argv[1:])))
     except UserError as error:

@@ -105,13 +105,6 @@ class Shape:
         distributed = config.distributed
         tp = distributed.tensor_model_parallel_size
         self.config, self.vocab_size, self.device = config, vocab_size, device
-        self.of_units = unit_config(config)
-        self.of_dense = without_experts(self.of_units)
-        self.of_ends = self.of_dense.with_fields(
-            "distributed",
-            cp_comm_type="allgather",
-            hierarchical_context_parallel_sizes=None,
-        )
         self.model = _local_shape(config.model, tp)
         self.compute, self.wide = element_sizes(config.precision)
         samples, cp = config.training.micro_batch_size, distributed.context_parallel_size
@@ -119,6 +112,23 @@ class Shape:
         # bytes of the hidden states of all these tokens, and of those that this rank holds
         self.whole = self.tokens * self.model.hidden_size * self.compute
         self.hidden = self.whole // tp if distributed.sequence_parallel else self.whole
+
+    @cached_property
+    def of_units(self) -> Config:
+        """What the passes of layers with experts depend on."""
+        return unit_config(self.config)
+
+    @cached_property
+    def of_dense(self) -> Config:
+        """Likewise of layers without."""
+        return without_experts(self.of_units)
+
+    @cached_property
+    def of_ends(self) -> Config:
+        """Likewise of embedding and head."""
+        return self.of_dense.with_fields(
+            "distributed", cp_comm_type="allgather", hierarchical_context_parallel_sizes=None
+        )
 
     def like(self, index: int, *, final_norm: bool = True) -> int:
         """The first layer whose passes take what those of layer `index` do, its final norm included

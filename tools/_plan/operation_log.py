@@ -75,7 +75,8 @@ class OperationLog:
 
     def __init__(self, hidden: torch.Size, length: int, compute: torch.dtype):
         self.hidden_shape, self.length, self.compute = hidden, length, compute
-        self.kinds: dict[Any, Callable[..., None] | None] = {}
+        # by identity of an operator, which lives as long as torch: what logs it, and its launches
+        self.kinds: dict[int, tuple[Callable[..., None] | None, int]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -107,11 +108,15 @@ class OperationLog:
     def operator(self, function: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """An operator that has been called."""
         self.calls.append(function)
-        if function not in self.kinds:
-            self.kinds[function] = self._kind(function)
-        add = self.kinds[function]
+        kind = self.kinds.get(id(function))
+        if kind is None:
+            kind = self.kinds[id(function)] = (
+                self._kind(function),
+                LAUNCHES.get(function.name(), 1),
+            )
+        add, launches = kind
         if add is not None:
-            self.launches.append(LAUNCHES.get(function.name(), 1))
+            self.launches.append(launches)
             add(function, args, kwargs, out)
 
     def _kind(self, function: Any) -> Callable[..., None] | None:
@@ -210,8 +215,9 @@ class OperationLog:
         """Bytes read and written; of kernels over the residual stream apart from the others."""
         name = function.overloadpacket.__name__
         read = [*_tensors(args)]
-        outputs = {each.name for each in function._schema.arguments if each.is_out}
-        read += _tensors([value for key, value in kwargs.items() if key not in outputs])
+        if kwargs:
+            outputs = {each.name for each in function._schema.arguments if each.is_out}
+            read += _tensors([value for key, value in kwargs.items() if key not in outputs])
         written = [*_tensors((out,))]
         if function.namespace == "megatron" and not written:  # mutates its arguments
             named = zip(function._schema.arguments, args)

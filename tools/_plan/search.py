@@ -471,14 +471,17 @@ def is_even(stages: Sequence[Stage]) -> bool:
 
 
 def held_gib(model: StepModel, rank: int = 0, *, has_optimizer: bool = True) -> float:
-    """Weights, optimizer, and gradients of earlier micro-batches of a pipeline rank."""
+    """Weights, optimizer, and gradients of earlier micro-batches of a pipeline rank; of a model of
+    which parts are frozen the weights alone, at least.
+    """
     size, distributed = model.size, model.config.distributed
+    is_trained = model.config.optimizer.freeze is None
     stage, held = distributed.zero_stage, 0.0
     for _, count, shard in model.buffers(model.rank_parameters[rank]):
         each = size.compute / (shard if stage == 3 else 1)
-        if model.micro_batches > distributed.pipeline_model_parallel_size:
+        if is_trained and model.micro_batches > distributed.pipeline_model_parallel_size:
             each += size.gradient / (shard if stage >= 2 else 1)
-        if has_optimizer and not model.config.optimizer.optimizer_cpu_offload:
+        if is_trained and has_optimizer and not model.config.optimizer.optimizer_cpu_offload:
             each += (size.wide * (size.wide != size.compute) + size.moments) / shard
         held += count * each
     return held / 2**30

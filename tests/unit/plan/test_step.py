@@ -16,7 +16,8 @@ from megatron.tools._plan.hardware import (
     names,
     write_hardware,
 )
-from megatron.tools._plan.search import NEAR, RECOMPUTE, Search, explain, layouts
+from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.search import NEAR, RECOMPUTE, Search, explain, held_gib, layouts
 from megatron.tools._plan.step import SIMULATED, StepModel, group_shapes
 from megatron.tools._plan.step_table import explain_report, search_report
 
@@ -234,6 +235,12 @@ def test_a_bound_is_below_what_is_simulated_and_planned(h100):
     assert tried > 20
 
 
+def test_frozen_parts_have_neither_gradients_nor_optimizer():
+    """What a layout holds at least is not more than what it is planned to hold."""
+    model = step("--freeze embedding,layers.0-6 ")
+    assert held_gib(model) <= MemoryPlan(model.config, VOCABULARY, 8).fullest.resident / 2**30
+
+
 def test_a_search_varies_what_context_parallel_ranks_send_and_uneven_stages(h100):
     config = resolve(asked("--seq-length 32768 --num-layers 9 "), 16, VOCABULARY).config
     changes = list(layouts(config, VOCABULARY, 16, 8))
@@ -298,7 +305,6 @@ def test_the_tool_prints_a_step_as_text_and_as_json():
 
 
 def test_explain_report_says_gains_and_losses(h100):
-    from megatron.tools._plan.memory import MemoryPlan
     from megatron.tools._plan.step_table import estimate
 
     config = resolve(asked(), 8, VOCABULARY).config
