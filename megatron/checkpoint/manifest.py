@@ -118,8 +118,7 @@ def decode_header(
     try:
         header = parse_json(raw[8:])
         metadata = header.pop("__metadata__", {})
-        entries = {key: _entry(key, value) for key, value in header.items()}
-        _require_filled(entries, data_bytes)
+        entries = _entries(header, data_bytes)
     except KeyError as error:
         why = f"unknown dtype or missing field {error}"
         raise CheckpointError(f"{path}: the safetensors header is malformed: {why}") from error
@@ -128,29 +127,28 @@ def decode_header(
     return entries, metadata
 
 
-def _entry(key: str, value: Any) -> Entry:
-    """A tensor's entry from its JSON. Raises ValueError, KeyError or TypeError."""
-    dtype = value["dtype"]
-    shape = tuple(value["shape"])
-    start, stop = value["data_offsets"]
-    if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
-        raise ValueError(f"{key}: a size is not a natural number")
-    if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise ValueError(f"{key}: {stop - start} bytes for shape {shape}")
-    return Entry(dtype, shape, start, stop)
-
-
-def _require_filled(entries: dict[str, Entry], data_bytes: int) -> None:
-    """Raise ValueError unless the tensors lie back to back in all of the data."""
+def _entries(header: JsonObject, data_bytes: int) -> dict[str, Entry]:
+    """Raises ValueError, KeyError or TypeError unless every tensor is sound and they lie back to
+    back in all of the data.
+    """
+    entries = {}
     position = 0
-    for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start != position:
+    for key, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        shape = tuple(value["shape"])
+        start, stop = value["data_offsets"]
+        if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
+            raise ValueError(f"{key}: a size is not a natural number")
+        if stop - start != math.prod(shape) * ITEM_BYTES[value["dtype"]]:
+            raise ValueError(f"{key}: {stop - start} bytes for shape {shape}")
+        if start != position:
             raise ValueError(
-                f"{key}: begins at byte {entry.start}, the tensor before it ends at {position}"
+                f"{key}: begins at byte {start}, the tensor before it ends at {position}"
             )
-        position = entry.stop
+        position = stop
+        entries[key] = Entry(value["dtype"], shape, start, stop)
     if position != data_bytes:
         raise ValueError(f"the tensors end at byte {position}, the file's data at {data_bytes}")
+    return entries
 
 
 # ---- one shard's digest table --------------------------------------------------------------------

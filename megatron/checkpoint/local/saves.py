@@ -86,10 +86,9 @@ def save_local(
 
 def partner_copies(nodes: Nodes, records: list[JsonObject]) -> list[Stream]:
     """Every rank's shard goes to the rank at the same place on the next node."""
-    after = [*nodes.members[1:], nodes.members[0]]
-    partner = {
-        rank: to for here, there in zip(nodes.members, after) for rank, to in zip(here, there)
-    }
+    ranks = [rank for row in nodes.members for rank in row]
+    size = len(nodes.members[0])
+    partner = dict(zip(ranks, ranks[size:] + ranks[:size]))
     return [
         Stream.copy(number, record["bytes"], partner[record["rank"]])
         for number, record in enumerate(records)
