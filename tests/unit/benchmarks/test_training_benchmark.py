@@ -5,7 +5,6 @@ our losses.
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 import time
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.benchmarks import training as tool
-from megatron.benchmarks.peers import common
 from megatron.benchmarks.peers.common import (
     Work,
     parse_work,
@@ -176,40 +174,6 @@ def test_the_plain_loop_computes_our_losses(tmp_path, shape, groups, layer, ends
     assert tool.last_loss({"who": "ours", **ours}, TINY) == pytest.approx(
         tool.last_loss({"who": "plain loop", **peer}, TINY), abs=bound
     )
-
-
-@pytest.mark.full
-def test_mixtral_with_our_weights_computes_our_losses(monkeypatch, tmp_path):
-    """One step a console line, so that a later one shows the gradients as well."""
-    pytest.importorskip("transformers")
-    work = replace(TINY, experts=4, topk=2, expert_ffn=24, steps=3, warmup=1, lr_warmup=0)
-    tool.write_start(tmp_path / "start", work, tool.our_flags(work))
-    ours = tool.run("ours", work, tmp_path, tmp_path / "start")["losses"]
-    monkeypatch.setattr(sys, "argv", ["peer", str(tmp_path / "start"), *work.arguments()])
-    _, start = parse_work()
-    # scripts of their own environments call them so
-    monkeypatch.setitem(sys.modules, "common", common)
-    gpt2 = importlib.import_module("megatron.benchmarks.peers.plain_gpt2")
-    monkeypatch.setitem(sys.modules, "plain_gpt2", gpt2)
-    peer, loop = (
-        importlib.import_module(f"megatron.benchmarks.peers.{name}")
-        for name in ("hf_trainer", "plain_loop")
-    )
-    model = peer.build(work)
-    peer.load(model, start, work)
-    losses = peer.Losses(model, work)
-    optimizer = torch.optim.AdamW(loop.groups(model), betas=(0.9, 0.95), eps=1e-8)
-    tokens, items = tensor_of(start, "tokens"), work.micro_batch * work.seq
-    for step in range(work.steps):
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = work.learning_rate(step)
-        samples = peer.Tokens(rank_samples(tokens, step, work, 0)[0])
-        batch = torch.utils.data.default_collate([samples[i] for i in range(work.micro_batch)])
-        model(**batch, num_items_in_batch=items).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    # the bound of the plain loop's losses
-    assert losses.of_steps() == pytest.approx(ours, abs=5e-6)
 
 
 def fake_run(who: str, work: Work, *_: object) -> dict:

@@ -4,8 +4,6 @@ within a factor of two (docs/performance.md has the figures, and those that do n
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from megatron.tools._plan.hardware import load_hardware
 from megatron.tools._plan.program import Program
@@ -20,7 +18,7 @@ LLAMA = (
 )
 RUN = (
     "--bf16 --attention-dropout 0 --hidden-dropout 0 --mock-data --train-iters 10 --lr 1e-4 "
-    "--dry-run --grad-reduce-in-bf16 "
+    "--tokenizer-type NullTokenizer --grad-reduce-in-bf16 "
 )
 FP8 = "--fp8-format hybrid --fp8-min-width 1 "
 FULL = "--recompute-granularity full "
@@ -49,11 +47,7 @@ def seconds(
     """Seconds of a step on H100s."""
     sizes = f"--seq-length {seq} --micro-batch-size {micro} --global-batch-size {batch} "
     words = (flags + " " + sizes + RUN + "--vocab-size 128256").split()
-    config = parse_arguments(words).config
-    config = dataclasses.replace(
-        config, data=dataclasses.replace(config.data, tokenizer_type="NullTokenizer")
-    )
-    config = resolve(config, world, 128256).config
+    config = resolve(parse_arguments(words).config, world, 128256).config
     # those with the third generation of attention were measured with TransformerEngine
     program = Program(generation=generation, transformer_engine=generation == 3)
     step = StepModel(config, 128256, world, program)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +24,7 @@ FLAGS = (
     "--micro-batch-size 2 --global-batch-size 16 --bf16 --swiglu --normalization RMSNorm "
     "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
     "--attention-dropout 0 --hidden-dropout 0 --attention-backend sdpa --no-tp-comm-overlap "
-    "--vocab-size 50000 --mock-data --train-iters 10 --lr 1e-4 --dry-run "
+    "--vocab-size 50000 --mock-data --train-iters 10 --lr 1e-4 --tokenizer-type NullTokenizer "
 )
 WORLD, VOCABULARY = 8, 50000
 TOKENS = 64  # of a micro-batch
@@ -36,11 +34,7 @@ WHOLE = Program(whole_logits=True)
 
 
 def config_of(flags: str) -> Config:
-    config = parse_arguments((FLAGS + flags).split()).config
-    config = dataclasses.replace(
-        config, data=dataclasses.replace(config.data, tokenizer_type="NullTokenizer")
-    )
-    return resolve(config, WORLD, VOCABULARY).config
+    return resolve(parse_arguments((FLAGS + flags).split()).config, WORLD, VOCABULARY).config
 
 
 @pytest.mark.parametrize("flags", ["", TP2 + "--sequence-parallel", PP2 + "--zero-stage 1"])

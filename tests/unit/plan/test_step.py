@@ -33,6 +33,7 @@ MODEL = (
     "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5632 --swiglu "
     "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--seq-length 4096 --attention-dropout 0 --hidden-dropout 0 --bf16 --mock-data "
+    "--tokenizer-type NullTokenizer "
     "--train-iters 10 --lr 1e-4 --vocab-size 31999 --micro-batch-size 1 --global-batch-size 64 "
 )
 VOCABULARY = 32000
@@ -40,9 +41,7 @@ VOCABULARY = 32000
 
 def asked(flags: str = "") -> Config:
     """As parsed."""
-    config = parse_arguments([*(MODEL + flags).split(), "--dry-run"]).config
-    data = dataclasses.replace(config.data, tokenizer_type="NullTokenizer")
-    return dataclasses.replace(config, data=data)
+    return parse_arguments((MODEL + flags).split()).config
 
 
 def step(flags: str = "", world: int = 8) -> StepModel:

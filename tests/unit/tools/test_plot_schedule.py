@@ -55,23 +55,6 @@ def test_a_chrome_trace_has_both_time_lines(tmp_path, capsys):
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
 
 
-def test_the_table_has_the_closed_forms(capsys):
-    assert plot_schedule.main(["--table", "--ranks", "8", "--micro-batches", "16"]) == 0
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in capsys.readouterr().out.splitlines()
-    ]
-    assert rows[0] == ["", "time", "bubble", "idle a rank", "of it inside", "peak activations"]
-    figures = {row[0]: row[1:] for row in rows[2:]}
-    assert figures == {
-        "gpipe": ["69", "30.4%", "21", "10.5", "16"],
-        "1f1b": ["69", "30.4%", "21", "10.5", "8"],
-        "interleaved, 2 stages a rank": ["58.5", "17.9%", "10.5", "5.25", "11.5"],
-        "zero-bubble": ["55", "12.7%", "7", "3.5", "8"],
-        "zero-bubble-v": ["51.5", "6.8%", "3.5", "0", "8"],
-    }
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [
