@@ -134,8 +134,7 @@ def attention_reference(
     x, _ = _scores(q, k, scale, softcap)
     lse, p = _softmax_of_seen(x, mask)
     if drop > 0:  # times 1 would keep a second copy of p until the backward pass
-        options = Options(scale, softcap, drop, key, first_head)
-        p = p * _dropout_factor(p, mask, options, sample_ids)
+        p = p * _dropout_factor(p, mask, Options(scale, softcap, drop, key, first_head), sample_ids)
     return (p.to(v.dtype) @ v).permute(2, 0, 1, 3), lse
 
 
