@@ -62,10 +62,10 @@ class Zero:
         self.spent: list[tuple[Tensor, Any]] = []
         # stage 0: sums on their way back to all ranks
         self.returning: list[tuple[Block, Handle]] = []
-        # What is done with a block's gradients as soon as they are complete: they are reduced, or
-        # nothing where that waits for the end of the step.
-        early = self.planner.reduces and (self.zero_stage >= 2 or self.overlap_reduce)
-        self.when_complete = self._reduce_complete if early else None
+        # What is done with a block's complete gradients. None: they wait for the end of the step.
+        self.when_complete: Callable[[Block], None] | None = None
+        if self.planner.reduces and (self.zero_stage >= 2 or self.overlap_reduce):
+            self.when_complete = self._reduce_complete
 
     @cached_property
     def gathers_updates(self) -> bool:
