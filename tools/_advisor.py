@@ -93,7 +93,7 @@ class PlanningAdvisor(Advisor):
     def goodput(self, save: Path) -> dict[str, float]:
         try:
             return goodput(save).summary()
-        except UserError:  # no events: their disk failed
+        except (UserError, OSError):  # no events, or their disk failed
             return {}
 
 

@@ -9,9 +9,10 @@ weights, moments and checkpoint files, the state in its manifest, the most bytes
 and the bytes that it sent.
 
 Bits depend on the processor and on torch's version, so `compare` first looks whether those of the
-file are these. Where they are not, it makes the runs of the recorded commit again, in a
-separate work tree, and compares with those. `--only WORD` takes the runs whose name has this word
-in it, and `record` then keeps the others of the file; `--tree DIR` runs another checkout.
+file are these. Where they are not, it makes each run again with the commit that it was recorded
+at, in a separate work tree, and compares with those. `--only WORD...` takes the runs whose name has
+one of these words in it, and `record` then keeps the others of the file; `--tree DIR` runs another
+checkout.
 """
 
 from __future__ import annotations
@@ -64,39 +65,42 @@ def main() -> int:
     """Record, or compare; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("action", choices=("record", "compare"))
-    parser.add_argument("--only", default="", metavar="WORD")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD")
     parser.add_argument("--tree", type=Path, default=ROOT, metavar="DIR")
     parser.add_argument("--base", metavar="COMMIT", help="compare with this commit's runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write what was found")
     options = parser.parse_args()
     options.tree = options.tree.resolve()
     options.out = options.out and options.out.resolve()
-    chosen = [run for run in runs.golden_runs() if options.only in run.name]
+    words = options.only or [""]
+    chosen = [run for run in runs.golden_runs() if any(word in run.name for word in words)]
     if options.action == "record":
-        found, out = record(options.tree, chosen), options.out or RECORDED
+        out, kept = options.out or RECORDED, {}
         if options.only and out.exists():  # the other runs of the file stay
-            kept = json.loads(out.read_text())
-            if kept["machine"] != found["machine"]:
+            recorded = json.loads(out.read_text())
+            if recorded["machine"] != machine():
                 parser.error(f"{out.name} is of another machine: record all its runs")
-            found["runs"] = kept["runs"] | found["runs"]
-        write(out, found)
+            kept = recorded["runs"]
+        found = record(options.tree, chosen)
+        write(out, {**found, "runs": kept | found["runs"]})
         return 0
     if options.base:
-        before = record_commit(options.base, options.only)
+        before = record_commit(options.base, words)
     elif not RECORDED.exists():
         parser.error(f"{RECORDED.name} is not there; make it with `record`, or give --base COMMIT")
     else:
-        before = json.loads(RECORDED.read_text())
-        if before["machine"] != machine():
-            print(f"recorded on {before['machine']}; recording {before['commit']} on this one")
-            before = record_commit(before["commit"], options.only)
+        recorded = json.loads(RECORDED.read_text())
+        before = recorded["runs"]
+        if recorded["machine"] != machine():
+            print(f"recorded on {recorded['machine']}; recording on this one")
+            names = before.keys() & {run.name for run in chosen}
+            before = record_again({name: before[name] for name in sorted(names)})
     after = record(options.tree, chosen)
     if options.out:
         write(options.out, after)
     problems = []
     for run in chosen:
-        old, new = (recording["runs"].get(run.name) for recording in (before, after))
-        problems += differences(run.name, old, new)
+        problems += differences(run.name, before.get(run.name), after["runs"].get(run.name))
     print("\n".join(problems) or f"{len(chosen)} runs are equal")
     return 1 if problems else 0
 
@@ -113,9 +117,21 @@ def machine() -> dict[str, str]:
     }
 
 
-def record_commit(commit: str, word: str) -> dict[str, Any]:
-    """The runs of a commit, in a separate work tree, by another process: this one may have
-    imported the program.
+def record_again(recorded: dict[str, Any]) -> dict[str, Any]:
+    """The same runs, made on this machine, each with the commit that it was recorded at."""
+    names = defaultdict(list)
+    for name, run in recorded.items():
+        names[run["commit"]].append(name)
+    found = {}
+    for commit, chosen in names.items():
+        made = record_commit(commit, chosen)
+        found |= {name: made[name] for name in chosen if name in made}
+    return found
+
+
+def record_commit(commit: str, words: list[str]) -> dict[str, Any]:
+    """The runs of a commit whose names have one of the words. In a separate work tree, by another
+    process: this one may have imported the program.
     """
     with tempfile.TemporaryDirectory(prefix="golden_tree_") as folder:
         tree = Path(folder, "tree")
@@ -123,9 +139,9 @@ def record_commit(commit: str, word: str) -> dict[str, Any]:
         subprocess.run([*git, "add", "--detach", str(tree), commit], check=True)
         try:
             out = Path(folder, "recorded.json")
-            record_it = [sys.executable, __file__, "record", "--only", word]
+            record_it = [sys.executable, __file__, "record", "--only", *words]
             subprocess.run([*record_it, "--tree", str(tree), "--out", str(out)], check=True)
-            return json.loads(out.read_text())
+            return json.loads(out.read_text())["runs"]
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
@@ -147,7 +163,7 @@ def record(tree: Path, chosen: list[runs.GoldenRun]) -> dict[str, Any]:
             print(f"  {run.name}", flush=True)
     if failed:
         print("\n".join(["runs that failed:", *failed]))
-    return {"commit": commit, "machine": machine(), "may_differ": MAY_DIFFER, "runs": found}
+    return {"machine": machine(), "may_differ": MAY_DIFFER, "runs": found}
 
 
 def make(tree: Path, run: runs.GoldenRun) -> dict[str, Any] | str:

@@ -125,6 +125,10 @@ def _indices_at(segments: list[JsonObject], consumed: int) -> dict[str, int]:
     return indices
 
 
+def _ids_and_shares(sources: list[JsonObject]) -> list[tuple[str, int]]:
+    return [(source["id"], source["share"]) for source in sources]
+
+
 def extend_history(
     history: JsonObject | None, consumed: int, sources: list[JsonObject]
 ) -> tuple[JsonObject, Blend, list[str]]:
@@ -136,9 +140,7 @@ def extend_history(
     lines about changes.
     """
     segments = [dict(segment) for segment in history["segments"]] if history else []
-    last = segments[-1]["sources"] if segments else []
-    before, now = ([(each["id"], each["share"]) for each in both] for both in (last, sources))
-    if segments and before == now:
+    if segments and _ids_and_shares(segments[-1]["sources"]) == _ids_and_shares(sources):
         return {"segments": segments}, _blend_of(segments[-1]), []
     known = _indices_at(segments, consumed)
     entered = [{**source, "first_index": known.get(source["id"], 0)} for source in sources]

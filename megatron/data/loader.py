@@ -319,16 +319,16 @@ class _Opener:
     def source(self, name: str, streams: list[TokenStream], blend: Blend, weight: float) -> Source:
         """The samples of the streams, mixed by a blend."""
         sidecars = [stream.dataset.sidecar for stream in streams]
-        size = None
+        bytes_per_token = None
         if all(sidecar and sidecar.get("text_bytes") for sidecar in sidecars):
-            size = sum(each["text_bytes"] for each in sidecars)
-            size /= sum(each["tokens"] for each in sidecars)
+            text_bytes = sum(sidecar["text_bytes"] for sidecar in sidecars)
+            bytes_per_token = text_bytes / sum(sidecar["tokens"] for sidecar in sidecars)
         return Source(
             name,
             FileReader(streams, blend),
             eod=self.tokenizer.eod,
             epoch_samples=sum(stream.samples for stream in streams),
-            bytes_per_token=size,
+            bytes_per_token=bytes_per_token,
             weight=weight,
             **_flags(self.config),
         )

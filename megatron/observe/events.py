@@ -149,7 +149,9 @@ class EventLog:
         self._mark()
 
     def goodput(self, iteration: int) -> Metrics:
-        """Productive share of the time since the first start and since this one."""
+        """Productive share of the time since the first start and since this one. Without an account
+        of earlier starts, which only the advisor of tools/ makes, both count from this one.
+        """
         elapsed = max(self._elapsed(), 1e-9)
         productive = self.productive
         if self.first_step_is_over and iteration > self.iteration:

@@ -1,7 +1,8 @@
 """What a run asks of programs outside of the trainer: the planner, the exporters and the reports.
 
 pretrain_gpt.py hands a run the advisor of tools/ (tools/_advisor.py). With the one of this file a
-run trains the same numbers; its banner has no plan, and --memory-budget is refused.
+run trains the same numbers; its banner has no plan, --memory-budget is refused, and the logged
+goodput begins at the present start.
 """
 
 from __future__ import annotations

@@ -198,12 +198,14 @@ def epoch_lines(config: Config, data: Data) -> list[str]:
     if data.train is None or not isinstance(data.train.reader, FileReader):
         return []
     # Blends are exact in samples, so the number of epochs of each source is known in advance.
-    (_, samples), reader, lines = run_length(config), data.train.reader, []
+    _, samples = run_length(config)
+    reader, lines = data.train.reader, []
     if samples < reader.blend.first_sample:
         return []
     for stream, index in zip(reader.streams, reader.blend.indices_at(samples), strict=True):
         epochs = index / stream.samples
-        text = f"train: {stream.dataset.prefix}: read {epochs:.3g} times in this run"
+        times = f"read {epochs:.3g} times in this run ({epochs:.3g} epochs)"
+        text = f"train: {stream.dataset.prefix}: {times}"
         if epochs > MOST_EPOCHS:
             text = f"warning: {text}; more than {MOST_EPOCHS} epochs teach little more"
         lines.append(text)

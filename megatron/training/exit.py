@@ -31,6 +31,23 @@ logger = logging.getLogger(__name__)
 SIGNAL_CODES = {signal.SIGUSR1: 85, signal.SIGTERM: 143}
 
 
+class _StartupHandler:
+    """Handles a signal until ExitConditions takes over; `before` is the replaced handler."""
+
+    def __init__(self, number: signal.Signals, logs: bool):
+        self.logs = logs
+        self.before = signal.signal(number, self)
+
+    def __call__(self, number: int, _frame: object) -> None:
+        if self.logs:
+            name = signal.Signals(number).name
+            text = f"received {name} during startup; exiting without a checkpoint"
+            print(text, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # not sys.exit: threads of torch's rendezvous would abort it
+        os._exit(SIGNAL_CODES[signal.Signals(number)])
+
+
 @contextmanager
 def exit_on_signals(logs: bool = True) -> Iterator[None]:
     """End the process on SIGTERM and SIGUSR1 inside the block. A SIGUSR1 that the launcher ignores
@@ -42,26 +59,18 @@ def exit_on_signals(logs: bool = True) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def end_process(number: int, _frame: object) -> None:
-        if logs:
-            text = f"received {signal.Signals(number).name}: exiting without a checkpoint"
-            print(text, file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        # not sys.exit: threads of torch's rendezvous would abort it
-        os._exit(SIGNAL_CODES[signal.Signals(number)])
-
-    before = {number: signal.getsignal(number) for number in SIGNAL_CODES}
-    if before[signal.SIGUSR1] is signal.SIG_IGN:
-        del before[signal.SIGUSR1]
-    for number in before:
-        signal.signal(number, end_process)
+    numbers = [
+        number
+        for number in SIGNAL_CODES
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    handlers = {number: _StartupHandler(number, logs) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is end_process:
-                signal.signal(number, handler)
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, handler.before)
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,11 @@ class ExitConditions:
         self.received: signal.Signals | None = None
         # number of ranks for each of `requests`, at the last exchange
         self.agreed = [0.0] * (len(SIGNAL_CODES) + 1)
-        self._previous = {number: signal.signal(number, self._receive) for number in SIGNAL_CODES}
+        found = {number: signal.signal(number, self._receive) for number in SIGNAL_CODES}
+        self._previous = {
+            number: handler.before if isinstance(handler, _StartupHandler) else handler
+            for number, handler in found.items()
+        }
 
     def _receive(self, number: int, _frame: object) -> None:
         # Only noted: the step under way ends first, on all ranks in the same iteration.

@@ -193,8 +193,11 @@ def _cross_entropy(shape: RunShape) -> Settings:
     width = shape.padded_vocab // shape.tp
     # The last tensor-parallel ranks may hold padding alone, or a part with padding.
     own = {min(max(shape.vocab_size - rank * width, 0), width) for rank in range(shape.tp)}
-    common: Setting = {"width": width, "softcap": shape.model.final_logit_softcapping}
-    common |= {"tokens": alike(shape.tokens, 16)}
+    common = {
+        "tokens": alike(shape.tokens, 16),
+        "width": width,
+        "softcap": shape.model.final_logit_softcapping,
+    }
     return [("cross_entropy", common | {"columns": columns}) for columns in sorted(own) if columns]
 
 
@@ -220,13 +223,19 @@ def _grad_norm(shape: RunShape) -> Settings:
 def _adam(shape: RunShape) -> Settings:
     optimizer = shape.config.optimizer
     # Each combination of narrow moments is a separate compilation.
-    settings: Setting = {
+    moments = {
         name: "bfloat16" if getattr(optimizer, f"{name}_dtype") == "bf16" else "float32"
         for name in ("exp_avg", "exp_avg_sq")
     }
-    settings |= {"beta1": optimizer.adam_beta1, "beta2": optimizer.adam_beta2}
-    settings |= {"eps": optimizer.adam_eps, "out": shape.dtype != torch.float32}
-    return [("adamw", {"size": size, "grad": shape.grad, **settings}) for size in SIZES]
+    settings: Setting = {
+        **moments,
+        "beta1": optimizer.adam_beta1,
+        "beta2": optimizer.adam_beta2,
+        "eps": optimizer.adam_eps,
+        "out": shape.dtype != torch.float32,
+        "grad": shape.grad,
+    }
+    return [("adamw", {"size": size, **settings}) for size in SIZES]
 
 
 def _grouped_gemm(shape: RunShape) -> Settings:
@@ -246,10 +255,13 @@ def _fp8(shape: RunShape) -> Settings:
     precision = shape.config.precision
     # Hybrid: gradients have a wider range and fewer bits than activations and weights.
     gradient = "float8_e5m2" if precision.fp8_format == "hybrid" else "float8_e4m3fn"
-    sizes: Setting = {"rows": alike(shape.tokens, 128), "width": shape.model.hidden_size}
-    sizes |= {"scaling": SCALINGS[precision.fp8_recipe]}
+    common = {
+        "rows": alike(shape.tokens, 128),
+        "width": shape.model.hidden_size,
+        "scaling": SCALINGS[precision.fp8_recipe],
+    }
     return [
-        (f"fp8 {'tiles' if turned else 'rows'}", sizes | {"transposed": turned, "to": to})
+        (f"fp8 {'tiles' if turned else 'rows'}", common | {"transposed": turned, "to": to})
         for to in sorted({"float8_e4m3fn", gradient})
         for turned in (False, True)
     ]

@@ -144,17 +144,19 @@ def _resumed(
     it, except those of its data. One that no flag accepts is refused at once.
     """
     state, finetune = checkpoint.state, config.checkpoint.finetune
-    if not finetune and "schedule" not in state:
-        raise CheckpointError(
-            f"{checkpoint.path}: holds only weights (converted from another format) and no run "
-            "to resume; give --finetune"
-        )
-    check_complete(checkpoint, weights_alone=finetune)
+    # A converted checkpoint has weights and no run. First check that --finetune can use it.
+    is_converted = "schedule" not in state
+    check_complete(checkpoint, weights_alone=finetune or is_converted)
     changes = changed_fields(state, config, tokenizer.vocab_size, tokenizer.fingerprint)
     if not all(change.accept for change in changes):
         accept_changes(checkpoint, changes, config)
     if finetune:
         return Progress(), changes
+    if is_converted:
+        raise CheckpointError(
+            f"{checkpoint.path}: holds only weights (converted from another format) and no run "
+            "to resume; give --finetune"
+        )
     # Fields that an older version did not write take their defaults.
     names = [field.name for field in dataclasses.fields(Progress) if field.name in state]
     return from_saved(Progress, {name: state[name] for name in names}, "state"), changes

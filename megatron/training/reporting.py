@@ -54,13 +54,13 @@ def last_iteration(config: Config, progress: Progress) -> int:
     )
 
 
-def log(run: Run, interval: Interval, learning_rates: StepRates) -> Interval:
+def log(run: Run, interval: Interval, step_rates: StepRates) -> Interval:
     """Log and track one line; the next interval."""
     progress, step = run.progress, interval.last
     # 1. The time of an iteration, without evaluations and checkpoints.
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
-    metrics = _metrics(run, interval, seconds) | _rate_metrics(run, learning_rates)
+    metrics = _metrics(run, interval, seconds) | _rate_metrics(run, step_rates)
     # 2. What all ranks of a pipeline, or of the world, give together.
     timeline = None
     if run.groups.pp.size > 1:
@@ -136,11 +136,11 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
     }
 
 
-def _rate_metrics(run: Run, learning_rates: StepRates) -> dict[str, float]:
+def _rate_metrics(run: Run, step_rates: StepRates) -> dict[str, float]:
     """The learning rates of the last step; that of --decoupled-lr where there is one."""
-    metrics = {"learning-rate": learning_rates.base}
+    metrics = {"learning-rate": step_rates.base}
     if run.schedule.decoupled_max_lr is not None:
-        metrics["decoupled-learning-rate"] = learning_rates.decoupled
+        metrics["decoupled-learning-rate"] = step_rates.decoupled
     return metrics
 
 

@@ -177,6 +177,37 @@ def two_starts(second: float, back_at: int | None = None, by: float = 0.0) -> li
     return events
 
 
+def write_events(folder: Path, events: list[dict]) -> None:
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_without_an_event_it_does_not_add_up(tmp_path, capsys):
+    events = two_starts(0.0)
+    del events[9]
+    write_events(tmp_path, events)
+    assert not goodput(tmp_path).adds_up and tool.main([str(tmp_path)]) == 1
+    assert "events are missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("iteration", [None, "12"])
+def test_a_strange_row_of_metrics(tmp_path, iteration):
+    """It is not a sign of life of a killed start, and does not end the next one."""
+    write_events(tmp_path, two_starts(0.0)[:4])
+    expected = goodput(tmp_path)
+    metrics = {"iteration": iteration, "timestamp": 119.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    assert goodput(tmp_path) == expected
+
+
+def test_an_unreadable_file_does_not_end_training(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise PermissionError("no such right")
+
+    write_events(tmp_path, two_starts(0.0))
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert PlanningAdvisor().goodput(tmp_path) == {}
+
+
 @pytest.mark.parametrize(
     "second, back_at, by", [(-3.0, None, 0.0), (-3600.0, 6, 5000.0), (-1e9, 9, 1e6), (0.0, 10, 0.5)]
 )
@@ -192,7 +223,7 @@ def test_a_run_behind_a_node_whose_clock_is_ahead(tmp_path, monkeypatch):
     path = tmp_path / "events.jsonl"
     ahead = float(round(time.time()) + 3600)
     events = row("start", ahead - 10, 0), row("end", ahead, 3, code=85)
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_events(tmp_path, events)
     log = EventLog(tmp_path, 3, Timers(), PlanningAdvisor().goodput)
     monkeypatch.setattr(time, "time", lambda: 1.0)
     log.ready(3)

@@ -479,9 +479,9 @@ a decoupled rate that decays to --min-lr | decoupled-untied-resume
     min_lr=self.decoupled_min_lr => min_lr=self.min_lr
 = megatron/training/reporting.py _rate_metrics
 the base rate logged as the decoupled one | decoupled-tied
-    learning_rates.decoupled => learning_rates.base
+    step_rates.decoupled => step_rates.base
 the rate of the step before | gpt-files
-    {"learning-rate": learning_rates.base} => {"learning-rate": run.schedule.rates(
+    {"learning-rate": step_rates.base} => {"learning-rate": run.schedule.rates(
         run.progress.scheduled_samples - run.config.training.global_batch_size).base}
 """
 

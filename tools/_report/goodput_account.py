@@ -90,11 +90,10 @@ def goodput(folder: str | Path) -> Goodput:
     if not events:
         raise UserError(f"{path}: not an events file: none of its lines is an event of a run")
     # Rows of metrics show only how long a killed start lived; a long run has many.
-    metrics, starting = Path(folder) / "metrics.jsonl", {"event": "start"}
-    last = [
-        one for one, after in itertools.pairwise([*events, starting]) if after["event"] == "start"
-    ]
-    is_killed = any(event["event"] not in ("start", "end") for event in last)
+    metrics = Path(folder) / "metrics.jsonl"
+    following = [*events[1:], {"event": "start"}]
+    ends = [event for event, after in zip(events, following) if after["event"] == "start"]
+    is_killed = any(event["event"] not in ("start", "end") for event in ends)
     return account(events, read_json_lines(metrics) if is_killed and metrics.is_file() else ())
 
 
@@ -131,7 +130,9 @@ def account(events: Sequence[Event], metrics: Iterable[Metrics] = ()) -> Goodput
         if event["event"] == "start":
             starts.append([])
         starts[-1].append(event)
-    metrics = [row for row in metrics if _number(row.get("timestamp")) and "iteration" in row]
+    metrics = [
+        row for row in metrics if _number(row.get("timestamp")) and _whole(row.get("iteration"))
+    ]
     for own, after in itertools.zip_longest(starts, starts[1:]):
         own += _tail(own, metrics, after[0]["time"] if after else math.inf)
     return _sums(_forward_in_time(starts))
@@ -161,7 +162,7 @@ def _tail(own: list[Event], metrics: Sequence[Metrics], until: float) -> list[Ev
     rows = [row for row in metrics if last["time"] < row["timestamp"] < until]
     if last["event"] == "end" or not rows or rows[-1]["iteration"] <= last["iteration"]:
         return []
-    iteration, time = int(rows[-1]["iteration"]), rows[-1]["timestamp"]
+    iteration, time = rows[-1]["iteration"], rows[-1]["timestamp"]
     count = iteration - last["iteration"]
     seconds = time - last["time"]
     return [

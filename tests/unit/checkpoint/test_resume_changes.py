@@ -27,6 +27,7 @@ from megatron.config.input_files import InputError
 from megatron.config.options import FIELDS
 from megatron.optimizer import lr_schedule
 from megatron.optimizer.lr_schedule import ParamSchedule
+from megatron.training import prepare
 from megatron.training import resume as resume_module
 from megatron.training.resume import changed_data, changed_fields, check_complete, logged_changes
 from megatron.training.run import Progress
@@ -451,6 +452,21 @@ def test_a_state_that_lacks_what_a_run_goes_on_with(tmp_path, change, fault):
     change(state)
     with pytest.raises(CheckpointError, match=f"cannot be loaded: {fault}"):
         check_complete(checkpoint, weights_alone=False)
+
+
+@pytest.mark.parametrize("hidden_size, fault", [(64, "does not fit this run"), (8, "--finetune")])
+def test_a_converted_checkpoint_is_checked_before_finetune_is_named(tmp_path, hidden_size, fault):
+    """With another model --finetune would fail too."""
+    ours, theirs = (
+        replace(Config(), model=replace(Config().model, hidden_size=size))
+        for size in (8, hidden_size)
+    )
+    state = {**copy.deepcopy(RUN_STATE), **state_of(theirs)}
+    state.pop("schedule", None)
+    checkpoint = SimpleNamespace(state=state, iteration=2, path=tmp_path)
+    tokenizer = SimpleNamespace(vocab_size=50, fingerprint="t")
+    with pytest.raises(CheckpointError, match=fault):
+        prepare._resumed(checkpoint, ours, tokenizer)
 
 
 # ---- checkpoints of earlier versions -------------------------------------------------------------

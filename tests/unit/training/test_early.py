@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from megatron.config.groups import TrainingConfig
 from megatron.training.exit import ExitConditions, exit_on_signals
 
@@ -48,27 +50,33 @@ def test_a_rank_that_waits_for_another():
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors
-    assert errors == "received SIGTERM: exiting without a checkpoint\n"
+    assert errors == "received SIGTERM during startup; exiting without a checkpoint\n"
 
 
-def test_a_second_signal_in_training_meets_the_handler_from_before(monkeypatch):
+@pytest.mark.parametrize("launcher_ignores_term", [False, True])
+def test_a_second_signal_meets_the_handler_from_before(monkeypatch, launcher_ignores_term):
+    """Of the launcher, which may ignore SIGTERM: the checkpoint of the first one is written."""
     met, ended = [], []
     monkeypatch.setattr(os, "_exit", ended.append)
     before = {
         number: signal.signal(number, lambda number, frame: met.append(number))
         for number in (signal.SIGTERM, signal.SIGUSR1)
     }
+    if launcher_ignores_term:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    expected = [] if launcher_ignores_term else [signal.SIGTERM]
     try:
-        exits = ExitConditions(TrainingConfig())
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-        assert exits.received is signal.SIGTERM and met == [signal.SIGTERM]
-        exits.close()
         with exit_on_signals():
-            signal.raise_signal(signal.SIGUSR1)
-        assert ended == [85]
+            exits = ExitConditions(TrainingConfig())
+            for _ in range(2):
+                signal.raise_signal(signal.SIGTERM)
+            assert exits.received is signal.SIGTERM and met == expected
+            exits.close()
+            with exit_on_signals():
+                signal.raise_signal(signal.SIGUSR1)
+            assert ended == [85]
         signal.raise_signal(signal.SIGUSR1)
-        assert met == [signal.SIGTERM, signal.SIGUSR1]
+        assert met == [*expected, signal.SIGUSR1]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

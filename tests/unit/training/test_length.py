@@ -55,12 +55,13 @@ def test_epochs_of_each_source(tmp_path):
 
     one, two = make(tmp_path / "one", 101), make(tmp_path / "two", 201)
     assert lines(f"--train-data-path 1 {one} 1 {two} --global-batch-size 6 --train-iters 10") == [
-        f"train: {one}: read 3 times in this run",
-        f"train: {two}: read 1.5 times in this run",
+        f"train: {one}: read 3 times in this run (3 epochs)",
+        f"train: {two}: read 1.5 times in this run (1.5 epochs)",
     ]
     alone = f"--train-data-path {one} --global-batch-size 2 --train-iters"
     assert lines(f"{alone} 20")[0].startswith("train: ")
     assert lines(f"{alone} 21") == [
-        f"warning: train: {one}: read 4.2 times in this run; more than 4 epochs teach little more"
+        f"warning: train: {one}: read 4.2 times in this run (4.2 epochs); "
+        "more than 4 epochs teach little more"
     ]
     assert lines("--mock-data --train-iters 5") == []

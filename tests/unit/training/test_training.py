@@ -20,6 +20,7 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
+from megatron.data.loader import Source
 from megatron.model.layer import HeadLayer
 from megatron.training import loop, prepare, pretrain
 from megatron.training import step as training_step
@@ -264,6 +265,19 @@ def test_nan_is_skipped_on_request(tmp_path, monkeypatch, capsys):
     # the skipped step did not advance it
     clean = run(tmp_path / "clean", "--train-iters", 6)
     assert rows[4]["learning-rate"] == clean[3]["learning-rate"]
+
+
+def test_a_step_without_a_token_is_skipped(tmp_path, monkeypatch, capsys):
+    original = Source.batch
+
+    def batch(self, first, count):
+        out = original(self, first, count)
+        out.loss_mask[(out.sample_ids >= 4) & (out.sample_ids < 8)] = 0
+        return out
+
+    monkeypatch.setattr(Source, "batch", batch)
+    run(tmp_path, "--train-iters", 4)
+    assert "iteration 2: no valid token in samples 4..7" in capsys.readouterr().out
 
 
 def test_missing_checkpoint_is_refused(tmp_path, capsys):
