@@ -272,6 +272,9 @@ def not_saved(root: Path, iteration: int, error: Exception) -> str:
             " Its temporary folder vanished: another run is saving to this folder; give each "
             "its own --save."
         )
+    with suppress(CheckpointError):
+        kept, _ = newest_first(root)
+        text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
     return text
 
 

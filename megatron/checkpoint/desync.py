@@ -89,8 +89,13 @@ def explain(differing: dict[Key, list[list[int]]]) -> str:
     """The error of all ranks."""
     lines = []
     for key, groups in differing.items():
-        shown = (f"rank{'s'[: len(ranks) - 1]} {some([*map(str, ranks)], 8)}" for ranks in groups)
-        lines.append(f"{key.tensor} differs between {' and '.join(shown)}")
+        first, *others = (
+            f"rank{'s'[: len(ranks) - 1]} {some([*map(str, ranks)], 8)}" for ranks in groups
+        )
+        how = f"differs between {' and '.join([first, *others])}"
+        if len(groups[0]) > len(groups[1]):  # the majority is right
+            how = f"of {' and of '.join(others)} differs from the same of {first}"
+        lines.append(f"{key.tensor} {how}")
     return (
         f"replicas have diverged: {some(lines, MAX_NAMED, '; ')}. These ranks no longer train the "
         "same model: a fault of memory or of a device, or an operation that is not deterministic. "

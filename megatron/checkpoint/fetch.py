@@ -5,6 +5,7 @@ that is used. No torch here.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.manifest import CheckpointError, DigestTable
 
 if TYPE_CHECKING:
     from megatron.checkpoint.index import ShardFile
@@ -43,15 +44,23 @@ Wanted = TypeVar("Wanted", bound=Range)
 
 
 class _OpenShard:
-    """A shard that is being read."""
+    """A shard that is being read: the first thread that needs it opens it."""
 
     def __init__(self, shard: ShardFile) -> None:
         self.shard = shard
-        self.table = shard.table()
-        try:
-            self.file = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DamageError(f"{shard.path}: {error.strerror}") from error
+        self.lock = threading.Lock()
+        self.table: DigestTable | None = None
+        self.file = -1
+
+    def open(self) -> None:
+        with self.lock:
+            if self.file >= 0:
+                return
+            self.table = self.shard.table()
+            try:
+                self.file = os.open(self.shard.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise DamageError(f"{self.shard.path}: {error.strerror}") from error
 
     def close(self) -> None:
         if self.file >= 0:
@@ -156,6 +165,7 @@ def _runs(ranges: Iterable[Wanted]) -> Iterator[_Run]:
 
 
 def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:
+    run.source.open()
     shard = run.source.shard
     table = run.source.table
     position = run.first + run.shared

@@ -386,9 +386,7 @@ class CheckpointManager:
 
     def _failed(self, iteration: int, error: Exception) -> None:
         self.went_well = False
-        logger.warning(
-            f"iteration {iteration} was NOT saved; older checkpoints are untouched. {error}"
-        )
+        logger.warning(f"iteration {iteration} was NOT saved. {error}")
 
     def _committed(self, iteration: int) -> None:
         self.went_well = True

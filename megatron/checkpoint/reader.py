@@ -107,9 +107,15 @@ def _open_together(path: Path, ranks: Ranks, verify: bool) -> tuple[Checkpoint |
     each rank its part.
     """
     opened: list[Checkpoint] = []
-    fault = ranks.from_first(lambda: _fault(lambda: opened.append(Checkpoint(path))))
+    encoded: list[bytes] = []
+
+    def open_and_encode() -> None:
+        opened.append(Checkpoint(path))
+        encoded.append(opened[0].encode() if ranks.world.size > 1 else b"")
+
+    fault = ranks.from_first(lambda: _fault(open_and_encode))
     if fault is None:
-        known = ranks.share(opened[0].encode() if opened and ranks.world.size > 1 else b"")
+        known = ranks.share(b"".join(encoded))
         ranks.gather_or_raise(lambda: None if opened else opened.append(Checkpoint(path, known)))
     if fault is None and verify:
         part = ranks.world.rank, ranks.world.size

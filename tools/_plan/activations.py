@@ -244,7 +244,7 @@ def _passes(unit: Unit) -> list[MeasuredPass]:
 
 def forget_passes() -> None:
     """Run all units anew: what their passes take has been changed in their modules."""
-    for cached in (_passes, unit_bytes_of, _work_of):
+    for cached in (micro_batch_of, _run_of, _passes, unit_bytes_of, _work_of, _leaving):
         cached.cache_clear()
     _known.clear()
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoint.files import is_whole
+from megatron.checkpoint.files import GIB, is_whole
 from megatron.checkpoint.index import load_bytes, read_head, read_table
 from megatron.checkpoint.local.exchange import Stream
 from megatron.checkpoint.local.nodes import Nodes
@@ -191,7 +192,11 @@ def restore(found: Found, *, copies: bool) -> bool:
             _make(found, streams)
     except UserError as error:
         is_complete = not found.missing & set(found.shards)
-        outcome = "has lost its redundancy" if is_complete else "is not taken"
+        outcome = "is not taken"
+        if is_complete:
+            outcome = (
+                "lacks an XOR parity block" if found.stripes else "has shards with one copy only"
+            )
         logger.warning(f"the local checkpoint of iteration {found.iteration} {outcome}: {error}")
         return is_complete
     return True
@@ -306,18 +311,19 @@ class LocalCheckpoint(Checkpoint):
         ]
         if not streams:
             return 0
+        here = [each for each in streams if each.to in nodes.members[nodes.index]]
 
         # 2. Copies are whole, or the restart ends with an error on all ranks.
         records, shards = self.found.records, len(self.shards)
         attempt = NodeAttempt(nodes, self.found.run, self.found.iteration, "read").__enter__()
         self._attempt = attempt
+        attempt.gather_or_raise(lambda: self._require_space(sum(each.size for each in here)))
         attempt.make(streams, records, self.found.reader, self.path, shards)
 
         # 3. From now on they are read from here.
-        for each in streams:
-            if each.to in nodes.members[nodes.index]:
-                path = attempt.folder / shard_file(each.number)
-                self.shards[each.number] = replace(self.shards[each.number], path=path)
+        for each in here:
+            path = attempt.folder / shard_file(each.number)
+            self.shards[each.number] = replace(self.shards[each.number], path=path)
         return sum(stream.size for stream in streams)
 
     def _lacking(self, boxes: Iterable[Box]) -> list[int]:
@@ -329,6 +335,16 @@ class LocalCheckpoint(Checkpoint):
             for piece, *_ in self.overlaps(box)
         }
         return sorted(needed - self.found.held[self.nodes.index])
+
+    def _require_space(self, size: int) -> None:
+        free = shutil.disk_usage(self.nodes.root).free
+        if size > free:
+            raise CheckpointError(
+                f"--local-checkpoint-dir {self.nodes.root} on {self.nodes.host}: on this layout "
+                f"its ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
+                f"{free / GIB:.3g} GiB are free: free space, start with the layout and nodes of "
+                f"before, or {self._instead()}"
+            )
 
     def _instead(self) -> str:
         return "take a checkpoint of --load with --ckpt-step"

@@ -238,9 +238,10 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
         )
     if redundancy == "xor":
         groups = [len(group) for group in xor_groups_of(len(sizes))]
+        part = " or ".join("all" if size == 2 else f"1/{size - 1}" for size in sorted(set(groups)))
         logger.info(
             f" {flag}: {len(sizes)} nodes in XOR groups of {some([*map(str, groups)], 8)}; one "
-            "node of each may be lost"
+            f"node of each may be lost; a node keeps {part} of the largest's bytes in addition"
         )
 
 
@@ -255,16 +256,19 @@ def require_space(
     count = NUM_KEPT + 1 + flushes
 
     def check() -> None:
-        free = shutil.disk_usage(nodes.root).free + _size(nodes.run_folder(run))
+        own = _size(nodes.run_folder(run))
+        free = shutil.disk_usage(nodes.root).free + own
         if count * one <= free:
             return
         flushing = ", one on its way to --save" if flushes else ""
         fix = ", or --local-redundancy none" if redundancy != "none" else ""
+        if others := _size(nodes.root) - own:
+            fix += f". Other runs have {others / GIB:.3g} GiB there: remove run-* no longer needed"
         raise CheckpointError(
             f"--local-checkpoint-dir {nodes.root} on {nodes.host}: {count} checkpoints ({NUM_KEPT} "
             f"kept, one being written{flushing}) of {one / GIB:.3g} GiB each need "
-            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free. Remove run-* of "
-            f"other runs there, give a larger folder{fix}"
+            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free. Give a larger "
+            f"folder{fix}"
         )
 
     nodes.ranks.gather_or_raise(lambda: check() if nodes.first else None)

@@ -16,6 +16,7 @@ from logged import silently
 from xxhash import xxh3_128_hexdigest
 
 from megatron.checkpoint import manifest
+from megatron.checkpoint.fetch import Range
 from megatron.checkpoint.manifest import (
     CheckpointError,
     decode_header,
@@ -146,6 +147,18 @@ def test_a_disk_that_cannot_read_is_damage_too(tmp_path, two, monkeypatch):
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(CheckpointError, match="cannot be read: Input/output error.*--ckpt-step 1"):
         load_all(tmp_path)
+
+
+def test_the_first_damage_is_reported_though_a_later_shard_is_missing(two):
+    """It is opened ahead of the chunks that are used."""
+    with Checkpoint(two) as checkpoint:
+        flip(two / "shard-00000.safetensors")
+        (two / "shard-00001.safetensors").unlink()
+        spans = [
+            Range(shard, shard.data_bytes - 1, shard.data_bytes) for shard in checkpoint.shards
+        ]
+        with pytest.raises(CheckpointError, match="shard-00000.safetensors: damaged"):
+            list(checkpoint.fetcher.stream(spans))
 
 
 def test_truncation_while_a_checkpoint_is_open(two):

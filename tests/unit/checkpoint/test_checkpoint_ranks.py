@@ -84,7 +84,7 @@ def test_several_failed_ranks_are_named_in_one_error(gloo_world, tmp_path):
     outcomes = gloo_world(4).run(save_failing_on, tmp_path, [1, 3], "error", None)
     text = (
         f"ranks 1, 3: {tmp_path}: the checkpoint of iteration 2 was not saved: RuntimeError: "
-        f"the device is gone ({tmp_path})."
+        f"the device is gone ({tmp_path}). Older checkpoints are untouched (newest: iteration 1)."
     )
     assert_one_error(outcomes, text, tmp_path)
 

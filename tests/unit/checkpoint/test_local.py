@@ -322,9 +322,31 @@ def test_without_room_to_rebuild(job, tmp_path, redundancy):
     iteration, good, lines = nodes.restart(0, RUN, 0, "no space for copies")
     partner = redundancy == "partner"
     assert (iteration, good) == (7 if partner else 5, True) and "No space left" in lines[0]
-    assert f"iteration 7 {'has lost its redundancy' if partner else 'is not taken'}: " in lines[0]
+    assert (
+        f"iteration 7 {'has shards with one copy only' if partner else 'is not taken'}: "
+        in lines[0]
+    )
     assert nodes.leftovers() == [] and not (tmp_path / "1" / FOLDER / SEVEN).exists()
     assert nodes.outcome(0) == (7, True)
+
+
+def test_a_missing_parity_block_is_no_lost_redundancy(job, tmp_path):
+    nodes = job(3, 1)
+    nodes.save(7, 7, "xor")
+    for path in (tmp_path / "1" / FOLDER / SEVEN).glob("shard-00004.*"):
+        path.unlink()
+    iteration, good, lines = nodes.restart(0, RUN, 0, "no space for copies")
+    assert (iteration, good) == (7, True) and "iteration 7 lacks an XOR parity block: " in lines[0]
+
+
+def test_without_room_for_shards_of_other_nodes(job, monkeypatch):
+    """A restart on another layout ends with the bytes, and what else to do, on all ranks."""
+    nodes = job(4, 1)
+    nodes.save(1, 7, "none")
+    shown = nodes.run(restart, 7, 8, RUN, 0, "a full node")
+    assert len({row[1][0] for row in shown}) == 1 and nodes.leftovers() == []
+    for text in ("GiB from other nodes, and 0 GiB are free", "nodes of before", "--ckpt-step"):
+        assert text in shown[0][1][0]
 
 
 # ---- before training -----------------------------------------------------------------------------
@@ -337,7 +359,8 @@ def test_without_room_to_rebuild(job, tmp_path, redundancy):
         (
             "xor",
             "an XOR group has several",
-            "2 nodes in XOR groups of 2; one node of each may be lost",
+            "2 nodes in XOR groups of 2; one node of each may be lost; a node keeps all of the "
+            "largest's bytes in addition",
         ),
     ],
 )
@@ -366,7 +389,10 @@ def test_room_is_asked_for_before_training(job, tmp_path):
         shown = job(2, 1).run(checked, "require_space", RUN, free // part, redundancy)
         assert {error == "" for error, _ in shown} == {enough}, (part, redundancy)
     assert "3 checkpoints (2 kept, one being written) of " in shown[0][0]
-    assert "or --local-redundancy none" in shown[0][0]
+    assert shown[0][0].endswith("free. Give a larger folder, or --local-redundancy none")
+    job(2, 1).save(1, 7, "none", OTHER)
+    shown = job(2, 1).run(checked, "require_space", RUN, free, "none")
+    assert "Give a larger folder. Other runs have " in shown[0][0]
 
 
 def test_folders_that_others_may_change_are_refused(gloo_world, tmp_path):

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.tools._plan.activations import Shape, unit_bytes
+from megatron.tools._plan.activations import Shape, forget_passes, unit_bytes
+from megatron.tools._plan.layer_run import LayerRun
 from test_memory import DRY, GROUPED, KERNELS, LATENT, ROPE, VOCAB, configure, whole_model
 from unit.by_hand import backward_input, forward, loss_gradient
 from unit.storages import Storages
@@ -142,6 +143,17 @@ def test_bytes_are_those_that_live(name):
     found = alive(config)
     assert found == planned(config)
     assert (found[1] > 0) == config.training.activation_offload
+
+
+def test_forgotten_passes_are_run_again():
+    """Including those that find which bytes go to the host."""
+    config = of_row("llama, on the host")
+    before = planned(config)
+    forget_passes()
+    with mock.patch.object(LayerRun, "leaving", lambda *_: ([1], False, False)):
+        assert planned(config)[1] == MICRO_BATCHES * config.model.num_layers
+    forget_passes()
+    assert planned(config) == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors, which take the interpreter")
