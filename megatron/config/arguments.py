@@ -2,8 +2,8 @@
 
 Python's argparse is not used: it stops at the first fault, and an unset shell variable (`--lr $LR`)
 makes it blame the next flag. Here a flag owns every word up to the next flag; what follows is
-checked per flag. Flags of Megatron-LM and Megatron-DeepSpeed that
-are not fields are answered by the table in `compatibility.py`.
+checked per flag. Flags of Megatron-LM and Megatron-DeepSpeed that are not fields are answered by
+the table in `compatibility.py`.
 """
 
 from __future__ import annotations

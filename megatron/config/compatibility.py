@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.data_paths import DATA_LISTS, read_data_list
 from megatron.config.derive import RunView
 from megatron.config.errors import UserError, nearest_word
 from megatron.config.groups import Config
@@ -146,10 +147,11 @@ def read(reading: Reading, flag: str, words: Words) -> None:
     try:
         if row is None:
             raise UserError(_unknown(reading, flag))
-        if row.verdict not in ("equals", "choice"):
+        is_list = key(flag) in DATA_LISTS
+        if row.verdict not in ("equals", "choice") and not is_list:
             reading.foreign.append((flag, words, row))
             return
-        for ours, values in row.rewrite(words):
+        for ours, values in read_data_list(key(flag), words) if is_list else row.rewrite(words):
             reading.read(ours, values, written=written)
     except UserError as problem:
         reading.faults.append(f"{written}: {problem}")

@@ -140,8 +140,8 @@ class DeepSpeedFile:
         return False
 
     def _translated(self, key: str, value: Any) -> tuple[str, Any] | str:
-        """Our field that a key is about and its value, or why the key changes nothing; an empty
-        string for a key without a field. Raises UserError.
+        """Our field that a key is about and its value, or the note on a key that changes nothing or
+        is settled already; an empty string for a key without a field. Raises UserError.
         """
         value_of, field = self.reading.value, field_of(key)
         if key in WIRE and value is not False:
@@ -149,7 +149,7 @@ class DeepSpeedFile:
         if key == BETAS:
             raise UserError("expected a list of two numbers")
         if key == STEPS:
-            return "global_batch_size", self._batch_size(value)
+            return self._accumulation(value)
         if key.startswith("scheduler."):
             return self._schedule(key, value)
         if key == DEVICE:
@@ -172,8 +172,8 @@ class DeepSpeedFile:
                 return f"has no effect unless layers are recomputed{where}"
         try:
             return field, CONVERSIONS.get(key, lambda value: value)(value)
-        except TypeError:  # no number, which `_settle` refuses
-            return field, value
+        except TypeError:
+            raise UserError("expected a number") from None
 
     def _wire(self, key: str, value: Any) -> tuple[str, Any]:
         """What gradients are sent in; --main-grads-dtype bf16 sets that too."""
@@ -199,15 +199,16 @@ class DeepSpeedFile:
             raise UserError(f"contradicts {flag} {in_files}; drop the flag or change the file")
         return "optimizer_cpu_offload", device == "cpu"
 
-    def _batch_size(self, steps: Any) -> int:
-        """The global batch; only a dry run knows its ranks here, other runs take what fits."""
+    def _accumulation(self, steps: Any) -> str:
+        """The note on the global batch, whose ranks only a dry run knows; others take what fits."""
         names = "micro_batch_size", "global_batch_size", "world_size"
         micro, batch, world = map(self.reading.value, names)
         if type(steps) is not int or steps < 1 or not micro or (not batch and world is None):
             raise UserError("give --micro-batch-size and --global-batch-size instead")
         unit = micro * steps
         ranks = batch // unit if world is None else data_parallel_size(self.reading.config, world)
-        return unit * max(1, ranks)
+        note = self._settle("global_batch_size", unit * max(1, ranks))
+        return f"{note}: {micro} x {steps} on {max(1, ranks)} data-parallel rank(s)"
 
     def _schedule(self, key: str, value: Any) -> tuple[str, Any] | str:
         """The kind of a learning-rate schedule, or a parameter of it in the run's units."""
@@ -245,32 +246,33 @@ class DeepSpeedFile:
 def compare_with_deepspeed(path: str, reading: Reading) -> None:
     """Compare the settings with a DeepSpeed file, and add those that no flag gives."""
     where = f"--deepspeed_config {path}"
+    faults: list[str] = []
     try:
-        keys = dict(_keys(read_json(path, dict, SETTINGS_LIMIT)))
+        keys = dict(_keys(read_json(path, dict, SETTINGS_LIMIT), faults))
     except UserError as problem:
         reading.faults.append(f"{where}: cannot be read: {problem}")
         return
     if "scheduler.type" in keys:
         keys.setdefault("scheduler.params.warmup_num_steps", 1000)  # DeepSpeed's default
-    file, faults = DeepSpeedFile(keys, reading), []
+    file = DeepSpeedFile(keys, reading)
     for key in sorted(keys, key=_order):
         shown = f"{key[:80]} = {shortened(json.dumps(keys[key]), 80)}"
         try:
             reading.notes.append(f"DeepSpeed's {shown}: {file.answer(key, keys[key])}")
         except UserError as problem:
-            faults.append(f"{where}: {_section(key, 'unsupported') or shown}: {problem}")
-    reading.faults += first_faults(list(dict.fromkeys(faults)), where)
+            faults.append(f"{_section(key, 'unsupported') or shown}: {problem}")
+    reading.faults += first_faults([f"{where}: {fault}" for fault in dict.fromkeys(faults)], where)
 
 
-def _keys(content: dict, section: str = "") -> Iterator[tuple[str, Any]]:
-    """Each setting as the path that leads to it, and its value. Raises UserError."""
+def _keys(content: dict, faults: list[str], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting as the path that leads to it, and its value; `faults` takes those of keys."""
     for name, value in content.items():
         key = section + name
-        if "." in name:
-            raise UserError(f"{key[:80]}: a key with a dot is no section; write it as an object")
         has_value = field_of(key) or key in answers("refused") or key in (BETAS, STEPS, *WIRE)
-        if isinstance(value, dict) and value and not has_value:
-            yield from _keys(value, f"{key}.")
+        if "." in name:
+            faults.append(f"{key[:80]}: a key with a dot is no section; write it as an object")
+        elif isinstance(value, dict) and value and not has_value:
+            yield from _keys(value, faults, f"{key}.")
         elif key == BETAS and isinstance(value, list) and len(value) == 2:
             yield from ((f"{key}[{index}]", beta) for index, beta in enumerate(value))
         else:
@@ -293,6 +295,8 @@ def _section(key: str, table: str) -> str:
 def _check_refused(key: str, value: Any) -> None:
     """Raises UserError for a value that the table refuses."""
     row = answers("refused").get(key)
+    if row is None or ("accepted" not in row and not value):
+        return
     # as text, since true is not 1
-    if row and json.dumps(dtype_of(value)) not in map(json.dumps, row.get("accepted", [False])):
+    if json.dumps(dtype_of(value)) not in map(json.dumps, row.get("accepted", ())):
         raise UserError(row["text"])

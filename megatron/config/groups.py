@@ -139,7 +139,8 @@ class DataConfig:
     merge_file: str | None = flag(None, idle_without=needs.GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE merges."""
     vocab_size: int | None = flag(None, change=TOKENIZER)
-    """Vocabulary, if larger than the tokenizer's; of the NullTokenizer without end of document."""
+    """Vocabulary, if larger than the tokenizer's; required by the NullTokenizer, without its end of
+    document."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ class TrainingConfig:
     recompute: Literal["auto"] | None = None
     """auto: choose the fastest recomputation that fits --memory-budget, and print why."""
     memory_budget: float | None = flag(None, needs="--recompute auto")
-    """GiB per device that --recompute auto may plan for; keep room for the dry run's uncounted."""
+    """GiB per device that --recompute auto may plan for; keep room for what --dry-run lists as
+    uncounted."""
     recompute_layers: tuple[str, ...] | None = None
     """Recomputation of each layer in order, as --recompute auto chooses it: WHAT*COUNT ..., where
     WHAT is none, full, or --recompute-modules joined by +."""
@@ -277,11 +279,14 @@ class OptimizerConfig:
     )
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
     optimizer_nvme_offload: str | None = flag(None, needs="--optimizer adam")
-    """Keep master weights and moments in files in this folder, on a local disk of each node."""
+    """Keep master weights and moments in files in this folder, on a local disk of each node; sets
+    --optimizer-cpu-offload."""
     param_cpu_offload: bool = flag(False, needs=("--optimizer adam", "--zero-stage 3"))
-    """With --zero-stage 3: keep frozen and CPU-updated weights in host memory between uses."""
+    """With --zero-stage 3: keep frozen and CPU-updated weights in host memory between uses; sets
+    --optimizer-cpu-offload."""
     freeze: str | None = flag(None, change=STEPS)
-    """Parts to freeze, such as embedding,layers.0-3,head; the last layer has the final norm."""
+    """Parts to freeze, such as embedding,layers.0-3,head. Positions go with the first layer, the
+    final norm with the last."""
     lr: float | None = not_negative(None)
     """Peak learning rate."""
     min_lr: float = not_negative(0.0, idle_without=needs.DECAY)
@@ -515,7 +520,8 @@ class DistributedConfig:
     zero_stage: Literal[0, 1, 2, 3] = flag(0, change=ROUNDING)
     """ZeRO: data-parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights."""
     zero_shard_size: int | None = flag(None, needs=needs.SHARDED, change=ROUNDING)
-    """Neighbouring data-parallel ranks that ZeRO shards over, such as a node's. Default: all."""
+    """Neighbouring data-parallel ranks that ZeRO shards over, such as a node's; each group holds a
+    copy. Default: all."""
     zero3_keep_gathered: bool = flag(False, needs="--zero-stage 3")
     """ZeRO-3: gather a layer once a step, not for every pass."""
     overlap_param_gather: bool = flag(True, idle_without=needs.GATHERED)

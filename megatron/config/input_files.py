@@ -179,10 +179,7 @@ def _yaml_value(node: Any, seen: set[int]) -> Any:
         raise InputError(f"line {node.start_mark.line + 1}: {fault}")
     seen.add(id(node))
     if kind == "map":
-        pairs = [(_yaml_value(key, seen), _yaml_value(value, seen)) for key, value in text]
-        if not all(isinstance(key, str) for key, _ in pairs):
-            raise InputError(f"line {node.start_mark.line + 1}: a key is not text")
-        return _unique_keys(pairs)
+        return _yaml_map(text, seen)
     if kind == "seq":
         return [_yaml_value(item, seen) for item in text]
     if kind == "bool":
@@ -190,6 +187,19 @@ def _yaml_value(node: Any, seen: set[int]) -> Any:
     if kind in ("int", "float"):
         return int(text) if INTEGER.fullmatch(text) else float(text)
     return None if kind == "null" else text
+
+
+def _yaml_map(pairs: list[tuple[Any, Any]], seen: set[int]) -> dict[str, Any]:
+    """The map of pairs of nodes. Raises InputError with the line of a key."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        name, where = _yaml_value(key, seen), f"line {key.start_mark.line + 1}"
+        if not isinstance(name, str):
+            raise InputError(f"{where}: a key is not text")
+        if name in result:
+            raise InputError(f"{where}: the key {name[:60]!r} occurs twice; keep one")
+        result[name] = _yaml_value(value, seen)
+    return result
 
 
 # ---------------------------------------------------------------- values

@@ -125,14 +125,17 @@ def read_pattern(text: str, layers: int) -> int | list[int]:
 def _value(node: Any) -> Any:
     """Of a number, a list of 0 and 1, a list times a number, or a sum of lists."""
     match node:
-        case ast.Constant(value=int()):
+        case ast.Constant() if type(node.value) is int:
             return node.value
         case ast.List():
             entries = [_value(entry) for entry in node.elts]
             if all(entry in (0, 1) for entry in entries):
                 return entries
         case ast.BinOp(op=ast.Add()):
-            return _value(node.left) + _value(node.right)
+            left, right = _value(node.left), _value(node.right)
+            are_lists = isinstance(left, list) and isinstance(right, list)
+            if are_lists and len(left) + len(right) <= MOST_LAYERS:
+                return left + right
         case ast.BinOp(op=ast.Mult()):
             factors = _value(node.left), _value(node.right)
             entries, times = sorted(factors, key=lambda factor: isinstance(factor, int))

@@ -1,6 +1,6 @@
-"""Flags of other programs whose meaning depends on the rest of the line or on a file: the table
-`together` of compatibility.toml. Most are of Megatron-DeepSpeed and its forks: lengths in tokens,
-lists of data files, and a mixture of experts with defaults that differ from Megatron-LM's.
+"""Flags of other programs whose meaning depends on the rest of the line: the table `together` of
+compatibility.toml. Most are of Megatron-DeepSpeed and its forks: lengths in tokens, and a mixture
+of experts with defaults that differ from Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any
 
 from megatron.config.derive import spelled
 from megatron.config.errors import UserError
-from megatron.config.input_files import JSON_LIMIT, decode, parse_json, read_bytes, read_json
+from megatron.config.input_files import read_json
 from megatron.config.metadata import flag_name
 from megatron.config.options import Words, key, shown
 from megatron.config.reading import Reading
 
 LENGTHS = ("--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens")
-SPLITS = ("train", "valid", "test")
 # Field -> the flag of Megatron-DeepSpeed that sets it.
 SETS = {
     "moe_router_topk": "--topk",
@@ -98,39 +97,9 @@ def _extend_vocabulary(reading: Reading, flag: str, words: Words) -> None:
     reading.config = reading.config.with_fields("model", padded_vocab_size=rows)
 
 
-def _read_data(reading: Reading, flag: str, words: Words) -> None:
-    """The words of --data-path that a file holds. Raises UserError."""
-    if len(words) != 1:
-        raise UserError("takes one file")
-    raw = read_bytes(words[0], JSON_LIMIT)
-    data: dict[str, Words] = {}
-    if flag == "--per-split-data-args-path":
-        # words under the name of each split, as a list or as one text
-        for split, value in parse_json(raw).items():
-            each = value.split() if isinstance(value, str) else value
-            if split not in SPLITS or not isinstance(each, list):
-                known = ", ".join(SPLITS)
-                raise UserError(f"expected words under {known}, found {split!r}: {value!r}")
-            data[f"--{split}-data-path"] = list(map(str, each))
-    elif flag == "--data-file-list":
-        # weight and prefix of each line; a corpus may follow
-        lines = [line.split() for line in decode(raw).splitlines()]
-        for number, line in enumerate(lines, 1):
-            if len(line) not in (0, 2, 3):
-                raise UserError(f"line {number}: expected a weight, a prefix and a corpus")
-        data["--data-path"] = [word for line in lines for word in line[:2]]
-    else:
-        data["--data-path"] = decode(raw).split()
-    for ours, values in data.items():
-        reading.read(ours, values, written=shown(flag, words))
-
-
 FUNCTIONS: dict[str, Callable[[Reading, str, Words], None]] = {
     "--use-distributed-optimizer": _shard_optimizer,
     "--extra-vocab-size": _extend_vocabulary,
-    "--data-args-path": _read_data,
-    "--data-file-list": _read_data,
-    "--per-split-data-args-path": _read_data,
 }
 
 

@@ -209,7 +209,8 @@ class ModelConfig:
     )
     """How tokens reach experts; allgather sends less with fewer EP ranks than experts a token."""
     moe_expert_capacity_factor: float | None = expert_steps_flag(None)
-    """Most tokens of an expert in a micro-batch, in even shares; others skip it. Default: all."""
+    """Most tokens of an expert in a micro-batch, in even shares; the rest skip it.
+    Default: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = flag(
         "probs", needs=(EXPERTS, "--moe-expert-capacity-factor N"), change=STEPS
     )
@@ -244,7 +245,8 @@ class ModelConfig:
     latent_norm_epsilon: float | None = latent_flag(None)
     """Epsilon of the latent vectors' norms. Default: norm-epsilon; Hugging Face's models: 1e-6."""
     mscale: float = position_flag(1.0, bound=NOT_NEGATIVE, needs=(LATENT, needs.YARN))
-    """YaRN: scale the rotary table by m(mscale) / m(mscale-all-dim), m(x) = 0.1 x ln(factor) + 1"""
+    """YaRN: scale the rotary table by m(mscale) / m(mscale-all-dim), where m(x) is
+    0.1 x ln(factor) + 1."""
     mscale_all_dim: float = position_flag(0.0, bound=NOT_NEGATIVE, needs=(LATENT, needs.YARN))
     """YaRN: scale attention scores by m(mscale-all-dim)^2, see --mscale."""
 

@@ -73,14 +73,18 @@ EXCLUSIONS = (
         "remove one of them, or set --recompute-granularity full",
     ),
     Exclusion("tiled_mlp", "torch_compile", COMPILED),
-    Exclusion("activation_offload", "recompute", ", which plans for what stays on the device"),
+    Exclusion(
+        "activation_offload",
+        "recompute",
+        ", which plans for what stays on the device",
+        "give what it chose as --recompute-layers, or remove one of them",
+    ),
     Exclusion("torch_compile cuda_graphs", "context_parallel_size", ", which sends in a layer"),
     Exclusion("cuda_graphs", "torch_compile recompute_granularity recompute recompute_layers"),
     # what a captured pass saves stays where it was captured; a small model needs no tensor
     # parallelism, and nothing has shown collectives in a graph
     Exclusion("cuda_graphs", "activation_offload tiled_mlp tensor_model_parallel_size"),
     Exclusion("cuda_graphs", "pipeline_schedule=zero-bubble,zero-bubble-v", fix=TO_1F1B),
-    Exclusion("cuda_graphs", "zero_stage=2,3", ", whose gradient buffers move"),
     Exclusion(
         "num_experts",
         "add_bias_linear=True",
@@ -95,7 +99,15 @@ EXCLUSIONS = (
         TO_1F1B,
     ),
     Exclusion(
-        "overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type=allgather activation_offload"
+        "overlap_moe_expert_parallel_comm",
+        "moe_token_dispatcher_type=allgather",
+        fix="set --moe-token-dispatcher-type alltoall",
+    ),
+    Exclusion(
+        "overlap_moe_expert_parallel_comm",
+        "activation_offload",
+        ", which copies during one pass at a time",
+        "recompute instead, or remove one of them",
     ),
     Exclusion(
         "moe_router_enable_expert_bias",
@@ -103,7 +115,11 @@ EXCLUSIONS = (
         ", whose scores have no fixed range",
         "set --moe-router-score-function sigmoid",
     ),
-    Exclusion("moe_router_force_load_balancing", "moe_expert_capacity_factor"),
+    Exclusion(
+        "moe_router_force_load_balancing",
+        "moe_expert_capacity_factor",
+        ", which drops nothing where all experts have the same number of tokens",
+    ),
     Exclusion(
         "multi_latent_attention",
         "position_embedding_type=learned_absolute",
@@ -123,8 +139,6 @@ NEEDED = (
     ("moe_router_num_groups", "moe_router_group_topk", "the groups that a token's experts are of"),
     ("group_query_attention", "num_query_groups", "the number of key/value heads"),
     ("recompute", "memory_budget", "the GiB that the plan may need on a device"),
-    ("recompute_method=block", "recompute_num_layers", "the number of layers of each stage"),
-    ("save_retain_interval", "save_interval", "of which it is a multiple"),
     ("tokenizer_type=NullTokenizer", "vocab_size", ""),
     ("tokenizer_type=GPT2BPETokenizer", "vocab_file", ""),
     ("tokenizer_type=GPT2BPETokenizer", "merge_file", ""),

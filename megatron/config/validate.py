@@ -133,11 +133,16 @@ def _sources(run: RunView) -> Faults:
                 )
 
 
-ABSENT_TOKENIZER = (
-    "no such file or folder; tokenizers are read from local files: for one of the Hugging Face Hub "
-    "run `hf download NAME tokenizer.json tokenizer_config.json --local-dir DIR`, and give "
-    "--tokenizer-model DIR with --tokenizer-type HuggingFaceTokenizer"
-)
+def absent_tokenizer(flag: str, path: str) -> str:
+    """What to do about a file that does not exist, or may be a name on the Hugging Face Hub."""
+    absent = "no such file or folder; tokenizers are read from local files"
+    if flag != "--tokenizer-model" or path.endswith((".json", ".model", ".tiktoken", ".txt")):
+        return absent
+    return (
+        f"{absent}: for one of the Hugging Face Hub run `hf download {path} tokenizer.json "
+        "tokenizer_config.json --local-dir DIR`, and give --tokenizer-model DIR with "
+        "--tokenizer-type HuggingFaceTokenizer"
+    )
 
 
 def _tokenizer(run: RunView) -> Faults:
@@ -149,7 +154,7 @@ def _tokenizer(run: RunView) -> Faults:
         path = getattr(run, field)
         is_file = rule.startswith("tokenizer_type") and field != "vocab_size"
         if is_file and counts(run, rule) and path is not None and not os.path.exists(path):
-            yield run.fault(field, ABSENT_TOKENIZER)
+            yield run.fault(field, absent_tokenizer(flag_name(field), path))
     for field in ("padded_vocab_size", "vocab_size"):
         is_rule = kind in (None, "NullTokenizer") and field == "vocab_size"  # that of the tokenizer
         rows = getattr(run, field)
@@ -272,6 +277,8 @@ def _files(run: RunView) -> Faults:
     if run.metrics_file is not None:
         if fault := _cannot_be_made(Path(run.metrics_file).absolute().parent):
             yield run.fault("metrics_file", f"its folder {fault}")
+    if run.save_retain_interval is not None and run.save is not None and not run.save_interval:
+        yield run.fault("save_retain_interval", "set --save-interval, of which it is a multiple")
     outside = [rank for rank in run.profile_ranks if rank < 0 or 0 < run.world <= rank]
     if run.profile and outside:
         yield run.fault("profile_ranks", f"there is no rank {outside[0]}; ranks count from 0")

@@ -88,10 +88,14 @@ def context_parallel(run: RunView) -> Faults:
 
 
 def zero(run: RunView) -> Faults:
-    """Hybrid sharding: the data-parallel ranks must fall into groups of equal size."""
+    """Groups of hybrid sharding must be of equal size, and gradients stay in place for graphs."""
     if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp:
         ranks = "data-parallel rank(s)" if run.cp == 1 else "data- x context-parallel ranks"
         yield from divisor(run, "zero_shard_size", run.replicas, f"the {run.replicas} {ranks}", 2)
+    if run.cuda_graphs and run.zero_stage >= 2 and run.replicas > 1:
+        stage = run.show("zero_stage")
+        text = f"is not supported with {stage}, whose gradient buffers move"
+        yield run.fault("cuda_graphs", f"{text}; set --zero-stage 0 or 1")
 
 
 # ---------------------------------------------------------------- splits

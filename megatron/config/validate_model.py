@@ -147,7 +147,11 @@ PARTS = (
 
 
 def recompute(run: RunView) -> Faults:
-    """Words of recomputation, and inputs that tensor-parallel ranks can share."""
+    """Words of recomputation, its layers, and inputs that tensor-parallel ranks can share."""
+    in_blocks = run.recompute_granularity == "full" and run.recompute_method == "block"
+    if in_blocks and run.recompute_num_layers is None:
+        text = "set --recompute-num-layers, the number of layers of each stage"
+        yield run.fault("recompute_method", text)
     for field in ("recompute_modules", "recompute_layers"):
         given = {part for word in getattr(run, field) or () for part in re.split(r"[+*]", word)}
         for word, owner, other in PARTS:

@@ -26,7 +26,7 @@ import numpy as np
 from megatron.config.errors import UserError
 from megatron.config.groups import DataConfig
 from megatron.config.input_files import InputError, open_regular, read_json
-from megatron.config.validate import ABSENT_TOKENIZER
+from megatron.config.validate import absent_tokenizer
 
 # The end of document is the first of these that the vocabulary has, where the tokenizer's own files
 # do not name one.
@@ -140,7 +140,7 @@ def _file(value: str | None, flag: str, kind: str, inside: str | None = None) ->
     if not os.path.lexists(path):
         if path != Path(value):
             raise UserError(f"{flag} {value}: the folder holds no {inside}")
-        raise UserError(f"{flag} {value}: {ABSENT_TOKENIZER}")
+        raise UserError(f"{flag} {value}: {absent_tokenizer(flag, value)}")
     try:
         open_regular(path).close()
     except InputError as error:

@@ -148,7 +148,7 @@ def test_command_line_wins_over_the_file(tmp_path):
             '{"model": {"num_layers": 2}, "model": {"hidden_size": 8}}',
             "the key 'model' occurs twice",
         ),
-        ("model: {num_layers: 2, num_layers: 3}", "the key 'num_layers' occurs twice"),
+        ("model:\n  num_layers: 2\n  num_layers: 3", "line 3: the key 'num_layers' occurs twice"),
         ("model: {num_layers: 010}", "010 is a number that versions of YAML read differently"),
         ("checkpoint: {save: 2024-01-01}", "a value of the kind timestamp is not read here"),
         (
@@ -156,7 +156,7 @@ def test_command_line_wins_over_the_file(tmp_path):
             "a value of the kind python/name:os.system is not read here",
         ),
         ("model: &a {num_layers: 2}\ndata: *a", "aliases are not read here"),
-        ("model: {1: 2}", "a key is not text"),
+        ("model: {num_layers: 2,\n1: 2}", "line 2: a key is not text"),
         ("[" * 20_000, "nested deeper than 64 levels"),
         ('model: {num_layers: "' + "9" * 300 + '"}', "expected a whole number of at most 64 bits"),
         ("model: {num_layers: " + "9" * 5000 + "}", "cannot be read"),

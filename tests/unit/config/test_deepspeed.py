@@ -96,6 +96,19 @@ optimizer.type=1 optimizer.params.betas=1
     fault --zero-stage: expected a number
     fault --optimizer: expected a string
     fault expected a list of two numbers
+fp16={"enabled":true,"initial_scale_power":"16"} | --fp16
+    fault initial_scale_power = "16": expected a number
+zero_optimization.stage=7 a={"b.c":1}
+    fault a.b.c: a key with a dot is no section
+    fault --zero-stage: choose from 0, 1, 2, 3
+
+# what is off, however it is written
+zero_optimization={"zeropp_loco_param":{},"zero_quantized_weights":0} \
+optimizer={"params":{"amsgrad":0,"adam_w_mode":1,"bias_correction":true}}
+    note zeropp_loco_param = {}: layers are gathered
+    note adam_w_mode = 1: AdamW
+zero_optimization.zero_quantized_weights=1
+    fault never quantized on the wire
 
 # values that no flag gives
 train_batch_size=64 | --bf16
@@ -149,7 +162,7 @@ fp16={"enabled":true,"loss_scale":0,"initial_scale_power":11} | --fp16 --initial
     note equals no --loss-scale
     note equals --initial-loss-scale
 gradient_accumulation_steps=2 | @ --dry-run --world-size 8 --tensor-model-parallel-size 2
-    note gradient_accumulation_steps = 2: equals --global-batch-size
+    note = 2: equals --global-batch-size: 2 x 2 on 4 data-parallel rank(s)
 fp32_allreduce=true | @ --grad-reduce-in-bf16
     fault contradicts --grad-reduce-in-bf16; remove the flag
 communication_data_type="bf16" data_types.grad_accum_dtype="bf16" | @ --main-grads-dtype bf16

@@ -159,6 +159,17 @@ def test_lists_of_data(tmp_path, flag, text):
     assert "contradicts --data-path a" in refusal("--data-path", "a", flag, str(tmp_path / "list"))
 
 
+def test_the_command_line_wins_over_the_list_of_a_file(tmp_path):
+    (tmp_path / "list").write_text("0.25 a 0.75 b")
+    (tmp_path / "file").write_text(f"data_args_path: {tmp_path}/list")
+    (tmp_path / "bad").write_text("data_args_path: x")
+    words = ["--config", str(tmp_path / "file")]
+    assert settings(*words).data.data_path == ("0.25", "a", "0.75", "b")
+    assert settings(*words, "--data-path", "c").data.data_path == ("c",)
+    fault = refusal("--config", str(tmp_path / "bad"))
+    assert fault.startswith(f"--config {tmp_path}/bad: --data-args-path x: No such file")
+
+
 def test_a_list_for_each_split(tmp_path):
     path = tmp_path / "lists.json"
     path.write_text(json.dumps({"train": ["0.25", "a", 0.75, "b"], "valid": "c", "test": ["d"]}))

@@ -53,6 +53,12 @@ RULES = """
     --window-attn-skip-freq '0': give 1 or more
 --position-embedding-type rope --no-rope-freq every
     --no-rope-freq 'every' is neither a number nor a list of 0 and 1
+--position-embedding-type rope --no-rope-freq True
+    --no-rope-freq 'True' is neither a number nor a list of 0 and 1
+--position-embedding-type rope --no-rope-freq 1+1
+    --no-rope-freq '1+1' is neither a number nor a list of 0 and 1
+--position-embedding-type rope --no-rope-freq [0]*9999+[1,1]
+    is neither a number nor a list of 0 and 1
 --swiglu --hidden-size 16
     --ffn-hidden-size is required: 8/3 x hidden-size rounded down to a multiple of 64 is 0 for
 --fp16 --loss-scale 128 --hysteresis 3
@@ -65,6 +71,8 @@ RULES = """
     --mock-data: contradicts --train-data-path
 --tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model none.json
     --tokenizer-model none.json: no such file or folder; tokenizers are read from local files
+--tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model Qwen/Qwen3-8B
+    run `hf download Qwen/Qwen3-8B tokenizer.json
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model
     --vocab-size 100: the tokenizer has 101 tokens
 --padded-vocab-size 100
@@ -133,6 +141,8 @@ RULES = """
     --async-save-host-memory 1: has no effect without --async-save without --local-checkpoint-dir
 --save ckpt --save-interval 4 --save-retain-interval 10
     --save-retain-interval 10: must be a multiple of --save-interval
+--save ckpt --save-interval 0 --save-retain-interval 10
+    --save-retain-interval 10: set --save-interval, of which it is a multiple
 --load absent
     --load absent: no such folder; for a first start give the same folder as --save
 --save a.bin
@@ -161,6 +171,9 @@ RULES = """
 12 --num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6 \
 --tensor-model-parallel-size 4
     --tensor-model-parallel-size 4: must divide --num-query-groups 6 or be a multiple of it
+
+2 --cuda-graphs --zero-stage 2
+    --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move; set
 
 # experts
 @experts --moe-router-topk 1
@@ -383,6 +396,10 @@ def test_each_exclusion_of_the_table_is_a_fault():
 --optimizer-nvme-offload disk --optimizer-offload-fraction 0.5
 --save new --load new --save-interval 5 --save-retain-interval 10 --save-keep-last 2
 --load ckpt --finetune --no-load-optim
+--save-retain-interval 10
+--recompute-method block
+--recompute-activations --recompute-method block
+--bf16 --zero-stage 3 --param-cpu-offload --cuda-graphs
 --save new --async-save --local-checkpoint-dir a --local-save-interval 5
 --tiled-mlp 16 --seq-length 16 --recompute-activations""".splitlines(),
 )
