@@ -57,14 +57,14 @@ def qk_norm_reference(
     once.
     """
     wide = torch.promote_types(qkv.dtype, torch.float32)
-    s, b, g, heads, d = qkv.shape
+    heads = qkv.shape[3]
     parts = qkv.to(wide).split((heads - 2, 1, 1), dim=3)
     made = []
     for i, part in enumerate(parts[:2]):
         bias = None if biases is None else biases[i].to(wide)
         part = norm_reference(part, weights[i].to(wide), bias, eps)
         if rotary is not None:
-            flat = part.reshape(s, b, -1, d)
+            flat = part.flatten(2, 3)
             part = rotary_reference(flat, *rotary, 1).view(part.shape)
         made.append(part)
     return torch.cat((*made, parts[2]), dim=3).to(qkv.dtype)

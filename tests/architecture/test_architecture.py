@@ -204,7 +204,8 @@ def test_modules_name_modules_that_exist():
 )
 def test_a_tool_finds_nothing(command: str):
     """With the settings of pyproject.toml."""
-    pytest.importorskip(command.split()[0])
+    if command == "mypy":
+        pytest.importorskip("mypy")
     words = [sys.executable, "-m", *command.split()]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

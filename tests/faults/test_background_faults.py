@@ -120,7 +120,8 @@ def test_the_writer_dies_before_its_calls(tmp_path, monkeypatch, every):
                 break
             [line] = lines
             assert "iteration 1 was NOT saved" in line
-            assert "the process that writes checkpoints was killed by signal 9" in line
+            assert "the process that writes checkpoints was killed by signal 9 (SIGKILL)" in line
+            assert "; when that was for lack of memory, give --async-save-host-memory" in line
             if every > 1 or number % 3 == 0:
                 saver.save(2, *contents(2))
                 assert saver.finalize() and verdict(root, 2) == (2, None) and traces(root) == []

@@ -83,6 +83,11 @@ def test_what_wins_is_taken_by_auto(adopt, monkeypatch):
     assert choose("norm", "auto", gpu, torch.bfloat16).implementation == "torch"
 
 
+def test_a_difference_within_the_noise_is_no_win(adopt):
+    _, rows = adopt(results(*pair("norm", "forward", 1.0, 1.001)))
+    assert rows["norm"]["low"] < 1 < rows["norm"]["high"] and not rows["norm"]["wins"]
+
+
 def test_one_case_that_is_clearly_lost_is_enough(adopt):
     _, rows = adopt(results(*pair("norm", "heavy", 10.0, 15.0), *pair("norm", "light", 1.0, 0.8)))
     assert rows["norm"]["low"] > 1 and not rows["norm"]["wins"]

@@ -348,6 +348,16 @@ def test_the_gradient_norm_of_apex_is_called_as_it_defines_it(fake):
     for value, finite in ((1e30, True), (torch.inf, False), (torch.nan, False)):
         pieces[1][3] = value
         assert sum_of_squares(pieces, CPU, "apex").isfinite() == finite
+    assert float(sum_of_squares([], CPU, "apex")) == 0
+
+
+def test_apex_is_not_given_the_norm_of_float64(monkeypatch):
+    monkeypatch.setattr(apex, "missing", lambda feature: None)
+    config = run(optimizer={"grad_norm_backend": "apex"})
+    wide = dataclasses.replace(config, precision=PrecisionConfig(fp64=True))
+    message = "--grad-norm-backend apex: it adds up in fp32; drop the flag, or take torch$"
+    with pytest.raises(ValueError, match=message):
+        choose_kernels(wide, GPU)
 
 
 def test_the_banner_groups_operators_by_reason(monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checks import error
 from selection import each_value
+from unit.model.made import norm
 
 from megatron.config.groups import ModelConfig
 from megatron.model import compile
@@ -139,3 +140,15 @@ def test_a_compiled_layer_has_the_eager_gradients(monkeypatch, name, device):
     for key in eager:
         # 100 roundings of 2^-24 in a row, all in one direction
         assert (eager[key] - compiled[key]).norm() <= 6e-6 * eager[key].norm(), key
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_frozen_norm_is_left_alone(kind, device):
+    layer = norm(kind, 16, backend="triton").to_empty(device=device)
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+        parameter.main_grad = torch.ones(16, device=device)
+        parameter.requires_grad_(False)
+    x = torch.randn(3, 2, 16, device=device).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad.any() and all((each.main_grad == 1).all() for each in layer.parameters())

@@ -84,6 +84,16 @@ def steps_of_rank(flags: tuple[str, ...]) -> list[tuple[float, float]]:
     return [(step.loss, step.grad_norm) for step in run_case(flags).steps]
 
 
+SPLIT_BACKWARD = (
+    "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --num-layers 2 "
+    "--global-batch-size 2"
+)
+SELECTIVE = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective "
+    "--recompute-modules layernorm qkv core_attn mlp"
+)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks have CPU tensors")
 @pytest.mark.parametrize(
     "layout",
@@ -92,9 +102,13 @@ def steps_of_rank(flags: tuple[str, ...]) -> list[tuple[float, float]]:
         "--context-parallel-size 2 --cp-comm-type allgather",
         "--context-parallel-size 2 --cp-comm-type a2a",
         "--context-parallel-size 2 --cp-comm-type p2p --seq-length 16",
+        pytest.param(SPLIT_BACKWARD, id="split backward"),
+        pytest.param(SELECTIVE, id="selective"),
     ],
 )
-@pytest.mark.default("--context-parallel-size 2 --cp-comm-type p2p --seq-length 16")
+@pytest.mark.default(
+    "--context-parallel-size 2 --cp-comm-type p2p --seq-length 16", "split backward", "selective"
+)
 def test_losses_of_two_ranks_agree(gloo_world, layout):
     flags, world = (*MODEL, *layout.split(), "--train-iters", "1"), gloo_world(2)
     (torchs, _), (ours, _) = (world.run(steps_of_rank, (*flags, *more)) for more in ((), ALL))

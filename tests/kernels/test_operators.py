@@ -74,5 +74,6 @@ def test_torchs_own_checks(device):
 @pytest.mark.parametrize("kernel, settings", OF_ROWS, ids=[kernel for kernel, _ in OF_ROWS])
 def test_no_rows(device, kernel, settings):
     """Nothing is launched, and sums over rows are zero."""
-    for result in case_of(Variant(kernel, "float32", settings), device).call():
-        assert not result.any()
+    case = case_of(Variant(kernel, "float32", settings), device)
+    for result, expected in zip(case.call(), case.expected(torch.float32), strict=True):
+        assert result.shape == expected.shape and not result.any()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import assert_as_good, check_case
+from checks import assert_as_good, canaries, check_case
 from megatron.kernels.rotary import rotary_, rotary_reference
 
 
@@ -30,6 +30,14 @@ def test_against_the_definition(heads, direction, dtype, device):
     """Queries and keys of the fused projection too, by one launch."""
     settings = {"s": 3, "b": 2, **heads, "direction": direction}
     check_case("rotary", settings, dtype, device, allocates=False)
+
+
+def test_nothing_outside_is_written(device):
+    with canaries():
+        x = torch.empty(3, 2, 5, 24, device=device).normal_()
+        qkv = torch.empty(3, 2, 3, 4, 12, device=device).normal_()
+        for each in (x, qkv[:, :, :, :-1]):
+            rotary_(each, *tables(3, 2, 12, device), 1)
 
 
 def test_strided_views_and_tables(device):

@@ -18,6 +18,7 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
 from megatron.distributed.groups import Axis
 from megatron.training import prepare, pretrain
+from megatron.training.kernel_variants import alike
 from pretrain_gpt import main
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -204,6 +205,11 @@ def test_the_variants_are_those_that_a_run_launches(name, monkeypatch, tmp_path,
     assert launched["run"] and not missing, "\n".join(map(str, sorted(missing, key=str)))
 
 
+def test_a_smaller_number_compiles_alike():
+    for number, smaller in {1: 1, 63: 63, 64: 64, 65: 65, 8192: 64, 8200: 65, 50257: 65}.items():
+        assert alike(number, 64) == smaller
+
+
 def found_by(monkeypatch, faults: dict[str, str]) -> SimpleNamespace:
     """A run that is ready to be checked, with these results."""
     monkeypatch.setattr(prepare, "variants_of_run", lambda prepared, device: {})
@@ -228,6 +234,11 @@ def test_what_fails_is_left_out_with_a_warning(monkeypatch, caplog):
         dispatch.choose("norm", "triton", GPU, torch.bfloat16)
     prepare.check_kernels(prepared, CPU, Ranks())
     assert dispatch.FAULTY == {}
+
+
+def test_nothing_is_started_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(prepare, "variants_of_run", lambda *_: pytest.fail("it was asked for"))
+    prepare.check_kernels(SimpleNamespace(), CPU, Ranks())
 
 
 def checked_where_one_rank_is_faulty() -> dict[str, str]:

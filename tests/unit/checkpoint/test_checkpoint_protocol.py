@@ -4,6 +4,7 @@ the older ones loadable.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import os
@@ -332,3 +333,20 @@ def test_what_the_disk_has_changed_is_not_committed(gloo_world, tmp_path):
     )
     assert text.endswith("exit code 0") and list_iterations(tmp_path) == [6, 2]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+SPACE, RIGHTS = "Free space, raise the quota", "Give a --save folder that this user may write to"
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, SPACE),
+        (errno.EDQUOT, SPACE),
+        (errno.EROFS, RIGHTS),
+        (errno.EACCES, RIGHTS),
+    ],
+)
+def test_an_error_of_the_file_system_has_a_fix(tmp_path, number, fix):
+    text = commit.not_saved(tmp_path, 2, OSError(number, os.strerror(number)))
+    assert os.strerror(number) in text and fix in text

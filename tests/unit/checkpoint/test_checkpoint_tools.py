@@ -110,6 +110,26 @@ def test_precision_of_the_export(tmp_path, flag, dtype):
     assert described["torch_dtype"] == str(dtype)[6:]
 
 
+def test_tokenizer_files_go_along(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {f"w{i}": i for i in range(VOCAB - 1)} | {"<|endoftext|>": VOCAB - 1}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "my_tokenizer.json"))
+    config, _, held = save_run(tmp_path / "first", "llama")
+    file = tmp_path / "my_tokenizer.json"
+    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(file))
+    config = dataclasses.replace(config, data=data)
+    state = {"config": config.to_dict(), "vocab_size": VOCAB, "tokenizer": None}
+    save_checkpoint(tmp_path / "run", 1, pairs(held), state)
+    assert export(tmp_path / "run", tmp_path / "hf") == 0
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == file.read_bytes()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == VOCAB - 1
+    file.unlink()  # moved away: the export continues and logs it
+    assert export(tmp_path / "run", tmp_path / "second") == 0
+    assert not (tmp_path / "second" / "tokenizer.json").exists()
+
+
 @pytest.mark.parametrize("prefix", [False, True])
 def test_transformers_encodes_as_the_sentencepiece_model_of_an_export(tmp_path, prefix):
     """AutoTokenizer would take GPT-2's tokenizer for a folder of model type gpt2. Texts that begin

@@ -345,6 +345,7 @@ def test_flags_without_a_counterpart_are_refused_by_name(base, changes, text):
     [
         ({"model_type": "bloom"}, "model_type 'bloom'"),
         ({"attention_bias": True}, "mlp_bias False"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"num_hidden_layers": 4}, "tensors missing: model.layers.3"),
         (

@@ -217,6 +217,17 @@ def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
     loads(silently(open_checkpoint, tmp_path / "shared").path, tensors())
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_the_writer_keeps_to_the_rate(saver, made, tmp_path, local):
+    """6 MB at 6 MB/s, less the burst; from the node and from memory."""
+    each = saver if local else made(tmp_path / "memory", enough(tensors()))
+    each.rate = 6.0
+    each.background.start()
+    began = time.monotonic()
+    each.save(1, pairs(tensors()), {})
+    assert each.finalize() and time.monotonic() - began >= 1 - BURST
+
+
 class Clock:
     """Time that passes in sleep alone."""
 

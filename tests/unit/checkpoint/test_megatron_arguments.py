@@ -159,6 +159,7 @@ def test_arguments_become_fields(given, expected):
         # no name of a released flag
         ({"embedding_scale": 8.0, "qk_l2_norm": True}, "--embedding-scale 8.0; --qk-l2-norm"),
         ({**MLA, "no_rope_freq": 2}, "--no-rope-freq 2"),
+        ({"num_layers": None}, "no num_layers"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(given, text):

@@ -143,6 +143,12 @@ class TestMPI:
         by_srun = launcher.startswith("a PMI")
         assert read_launch(environment).launcher == ("srun" if by_srun else launcher)
 
+    def test_a_wrapper_that_sets_rank_and_local_rank(self, launcher):
+        named = {"RANK": "5", "LOCAL_RANK": "1", "MASTER_ADDR": "n7", "MASTER_PORT": "4001"}
+        found = read_launch({**of_mpi(launcher), **MEET, **named})
+        assert (found.rank, found.world_size, found.local_rank) == (5, 8, 1)
+        assert (found.launcher, found.address, found.port) == ("environment", "n7", 4001)
+
 
 WRAPPED = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", **MEET}
 

@@ -59,6 +59,12 @@ def test_layers_of_a_kind_share_graphs_and_later_steps_compile_nothing(monkeypat
     assert graphs(monkeypatch, 4, *dropout) == 6
 
 
+@pytest.mark.full
+def test_recomputation_compiles_a_third_mode(monkeypatch, capsys):
+    recompute = ("--recompute-granularity", "full")
+    assert graphs(monkeypatch, 2, "--hidden-dropout", "0.1", *recompute) == compile.GRAPHS
+
+
 def micro_batch(model: GPTModel) -> MicroBatch:
     ids, positions = torch.zeros(B, S, dtype=torch.int64), torch.arange(S).expand(B, S)
     batch = (ids, ids, torch.ones(B, S), positions, torch.tensor([3, 8]))

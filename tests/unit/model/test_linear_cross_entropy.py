@@ -16,9 +16,9 @@ from megatron.model.spec import NO_TP
 S, B, H, PADDED = 8, 3, 12, 32  # 24 tokens
 
 
-def draw(*shape, seed=1):
+def draw(*shape, seed=1, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def head(x, weight, *, fused, vocabulary, softcap, tp, frozen=False, micro_batches=1):
@@ -28,7 +28,9 @@ def head(x, weight, *, fused, vocabulary, softcap, tp, frozen=False, micro_batch
     labels = torch.randint(0, vocabulary, (S, B), generator=torch.Generator().manual_seed(5))
     labels[0, 0], labels[0, 1] = 0, vocabulary - 1
     weight = torch.nn.Parameter(weight.clone(), requires_grad=not frozen)
-    weight.main_grad, weight.overwrite_main_grad = torch.full_like(weight.data, 7.0), True
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    weight.main_grad = torch.full(weight.shape, 7.0, dtype=wide)
+    weight.overwrite_main_grad = True
     sharded = sharded_cross_entropy(weight.shape[0], vocabulary, softcap, tp)
     for _ in range(micro_batches):
         x = x.detach().clone().requires_grad_()
@@ -36,13 +38,13 @@ def head(x, weight, *, fused, vocabulary, softcap, tp, frozen=False, micro_batch
             loss, lse = linear_cross_entropy(x, weight, labels, sharded)
         else:
             loss, lse = cross_entropy(column_function(tp)(x, weight, None, tp), labels, sharded)
-        ((loss + 0.1 * lse.square()) * draw(S, B, seed=2)).sum().backward()
+        ((loss + 0.1 * lse.square()) * draw(S, B, seed=2).to(loss.dtype)).sum().backward()
     return loss.detach(), lse.detach(), x.grad, weight.main_grad
 
 
-def chunks_of(tokens, width):
+def chunks_of(tokens, width, element_size=8):
     """The setting that makes the logits of `tokens` tokens at once."""
-    return {"cpu": tokens * width * 8}
+    return {"cpu": tokens * width * element_size}
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 24, 1000])
@@ -85,6 +87,21 @@ def test_the_logits_are_never_whole(fused, tokens, monkeypatch):
     with LiveLogits() as live:
         head(draw(S, B, 4), draw(PADDED, 4), fused=fused, vocabulary=30, softcap=2.0, tp=NO_TP)
     assert live.most == tokens * PADDED * 8
+
+
+def test_gradients_of_bf16_are_summed_in_fp32(monkeypatch):
+    """Chunks of one token: in bf16 their sum would lose the small ones."""
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(1, PADDED, 2))
+    x, weight = draw(S, B, H, dtype=torch.bfloat16), draw(PADDED, H, seed=3, dtype=torch.bfloat16)
+    settings = {"vocabulary": 30, "softcap": None, "tp": NO_TP}
+    got, again, exact = (
+        head(x.to(kind), weight.to(kind), fused=True, **settings)[3]
+        for kind in (torch.bfloat16, torch.bfloat16, torch.float64)
+    )
+    assert got.dtype == torch.float32 and torch.equal(got, again)
+    # A logit is rounded (2^-9 of at most 12 or so), and so is its gradient (2^-9): its relative
+    # error is about 2^-5 at most, and most are far less.
+    assert (got.double() - exact).norm() < 2**-6 * exact.norm()
 
 
 def test_a_frozen_weight_is_left_alone(monkeypatch):

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from parity.ledger import Ledger
 from torch import nn
 from unit.model.made import linear
 
@@ -125,3 +126,28 @@ def test_a_gather_runs_beside_the_product_before(gloo_world, overlap):
         ["gather", *["gather", "product"] * 3, "product"] if overlap else ["gather", "product"] * 4
     )
     assert gloo_world(2).run(order_of_work, overlap) == [expected] * 2
+
+
+def collectives_of_parts():
+    tp, ledger = mode(2, True, True), Ledger()
+    layers = pair(tp)
+    with ledger.open():
+        with deferring_weight_grads(layers) as left:
+            backward(layers, tp)
+        add_weight_grads(left)
+    calls = [(call.kind, call.caller) for call in ledger.calls]
+    return [call for call in calls if not call[1].endswith(".forward")]
+
+
+def test_only_the_second_part_gathers_for_weight_gradients(gloo_world):
+    assert (
+        gloo_world(2).run(collectives_of_parts)
+        == [
+            [
+                ("all-gather", "_RowLinear.backward"),
+                ("reduce-scatter", "_ColumnLinear.backward"),
+                *[("all-gather", "WeightGrad.start")] * 2,
+            ]
+        ]
+        * 2
+    )

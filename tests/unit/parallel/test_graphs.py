@@ -93,7 +93,10 @@ RUN = (
 @pytest.mark.parametrize(
     "flags, named",
     [
+        ("--torch-compile", "--torch-compile"),
+        ("--recompute-granularity full", "--recompute-granularity full"),
         ("--zero-stage 2", "--zero-stage 2"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
         (
             "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
             "--pipeline-schedule zero-bubble",
