@@ -1,5 +1,6 @@
 """A call of every operator for a row of the table of configurations or for a variant of a run, and
-the definition's results, in any precision, to compare a small one with.
+the definition's results, to compare a small one with: in any precision, but of adamw, fp8,
+grad_norm and initialise in that of their operands.
 
 The check at start (self_check.py) runs this module in a child process, which compares the variants
 of a run; kernels/tools/tune.py compares and times rows.
@@ -46,7 +47,7 @@ BOUND = {torch.float32: 1e-5, torch.float16: 1.25e-3, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an operator, and what the definition gives in a precision."""
+    """One call of an operator, and what the definition gives in a precision; some ignore it."""
 
     call: Callable[[], Results]
     expected: Callable[[torch.dtype], Results]

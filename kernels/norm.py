@@ -427,8 +427,9 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
-    assert x.dtype != torch.float64, "float64: the definition serves it"
-    assert weight.dtype == x.dtype and weight.shape == x.shape[-1:]
+    # float64: the definition serves it
+    fits = x.dtype != torch.float64 and weight.dtype == x.dtype and weight.shape == x.shape[-1:]
+    assert fits, (x.dtype, weight.dtype, x.shape, weight.shape)
 
 
 def _room_for_forward(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

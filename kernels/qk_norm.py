@@ -274,10 +274,12 @@ def _shared(
 
 
 def _check(qkv: Tensor, *parameters: Tensor | None) -> None:
-    assert qkv.dtype != torch.float64, "float64: the definition serves it"
-    assert qkv.dim() == 5 and qkv.is_contiguous()
-    for each in parameters:
-        assert each is None or (each.shape, each.dtype) == (qkv.shape[-1:], qkv.dtype)
+    # float64: the definition serves it
+    fits = qkv.dtype != torch.float64 and qkv.dim() == 5 and qkv.is_contiguous()
+    assert fits, (qkv.dtype, qkv.shape, qkv.stride())
+    found = [(each.shape, each.dtype) for each in parameters if each is not None]
+    expected = (qkv.shape[-1:], qkv.dtype)
+    assert all(each == expected for each in found), (found, expected)
 
 
 @operator("qk_norm")

@@ -83,6 +83,7 @@ TINY = {"layers": 8, "hidden": 32, "heads": 4, "ffn": 48, "seq": 16, "batch": 2,
 class KeptWeights:
     """Weights and gradients that are always there."""
 
+    reducing = None
     planner = SimpleNamespace(
         plan=lambda turns: ZeroPlan((), [(None, None) for turn in turns for _ in turn])
     )

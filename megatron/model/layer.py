@@ -180,11 +180,11 @@ FILED_UNDER: dict[str, tuple[str, str | None]] = {
     "attention.core": ("core_attn", None),
     "attention.proj": ("attn_proj", None),
     "mlp_norm": ("mlp_norm", None),
-    "mlp": ("", ""),
+    "mlp": ("mlp_fc1", ""),  # an MLP that is recomputed saves its input before it calls fc1
     "mlp.fc1": ("mlp_fc1", "mlp_act"),
     "mlp.fc2": ("mlp_fc2", None),
     # of experts the shared one alone
-    "mlp.shared_expert": ("", ""),
+    "mlp.shared_expert": ("mlp_fc1", ""),
     "mlp.shared_expert.fc1": ("mlp_fc1", "mlp_act"),
     "mlp.shared_expert.fc2": ("mlp_fc2", None),
     "mlp.shared_expert_gate": ("mlp_fc1", ""),  # saves a number a token more
@@ -273,8 +273,9 @@ class TransformerLayer(Layer):
 
     def parking(self) -> AbstractContextManager[list[ref[OffloadableTensor]]]:
         modules = dict(self.named_modules())
+        filed = FILED_UNDER | ({"mlp": ("", "")} if self.record.experts else {})
         return self.recompute_context.parking(
-            (modules[path], *names) for path, names in FILED_UNDER.items() if path in modules
+            (modules[path], *names) for path, names in filed.items() if path in modules
         )
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:

@@ -147,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # Labels are counted from this rank's first column; those outside are another rank's.
         own = labels.flatten() - sharded.first
-        loss, lse = sharded.combine(sharded.reduce(logits.flatten(0, 1), own))
+        loss, lse = sharded.combine(sharded.reduce(logits.view(-1, logits.shape[-1]), own))
         ctx.logits, ctx.sharded = logits.detach(), sharded
         ctx.save_for_backward(lse, own)
         return loss.view(labels.shape), lse.view(labels.shape)
@@ -156,11 +156,12 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss: Tensor, dlse: Tensor):
         lse, own = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None  # consumed: the gradient takes the logits' storage
-        rows = logits.flatten(0, 1)
+        rows = logits.view(-1, logits.shape[-1])  # never a copy
         ctx.sharded.into_gradient(rows, own, lse, dloss.flatten(), dlse.flatten())
         return logits, None, None
 
 
+# (logits, labels, sharded) -> (loss, log-sum-exp)
 cross_entropy = _CrossEntropy.apply
 
 
@@ -230,4 +231,5 @@ def _whole(x: Tensor, tp: TensorParallel) -> Tensor:
     return all_gather(x, tp.axis) if tp.sequence else x
 
 
+# (x, weight, labels, sharded) -> (loss, log-sum-exp)
 linear_cross_entropy = _LinearCrossEntropy.apply

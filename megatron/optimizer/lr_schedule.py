@@ -95,7 +95,7 @@ class ParamSchedule:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def rates(self, samples: int) -> StepRates:
-        """Those of the step that brings the run to `samples`."""
+        """Learning rates and weight decay of the step that brings the run to `samples`."""
         base = decoupled = self.learning_rate(samples)
         if self.decoupled_max_lr is not None:
             # The same shape between other ends.

@@ -27,7 +27,8 @@ class LossScaler:
         return not self.dynamic or self.scale <= self.config.min_loss_scale
 
     def update(self, overflow: bool) -> None:
-        """Account for one step; of a dynamic scale alone."""
+        """Account for one step of a dynamic scale."""
+        assert self.dynamic
         # An overflow: the step was skipped on every rank, as they share the norm.
         if overflow:
             self.clean_steps, self.hysteresis = 0, self.hysteresis - 1

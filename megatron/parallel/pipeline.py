@@ -230,6 +230,7 @@ class Pipeline:
         """
         prepared, messages = self.prepared(schedule), self.messages
         messages.acknowledgements = prepared.acknowledgements
+        assert self.zero.reducing is None
         if prepared.zero_plan.first:
             self.zero.start_first_gathers(prepared.zero_plan)
         step = StepState(messages, scale, scale if aux_scale is None else aux_scale)
@@ -255,7 +256,7 @@ class Pipeline:
                     recording.add(task.actions, begun)
                 for micro in task.finished_micro_batches:
                     del step.micro_batches[micro]
-        if self.groups.pp.size > 1:
+        if messages.last_stage > 0:
             # The last sends may be on their way: their tensors are freed when they have arrived.
             messages.finish()
         assert not (step.saved or step.micro_batches), "the schedule left something undone"

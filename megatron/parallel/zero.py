@@ -93,7 +93,6 @@ class Zero:
 
     def start_first_gathers(self, plan: ZeroPlan) -> None:
         """Before the passes of this plan: gather what the first of them reads (stage 3)."""
-        assert self.reducing is None
         for block in plan.first:
             self._start_gather(block)
 
@@ -328,15 +327,20 @@ def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
     for name, axis in (("tp", groups.tp), ("kv", groups.kv), ("tied", groups.tied)):
         if axis.size == 1:
             continue
-        views = [
-            view
+        parts = [
+            (block, entry, box)
             for block in blocks
             for entry in block.entries
             for box in entry.boxes
             if name in (box.spec.grad_sum or ())
-            for view in block.runs(entry, box, block.grad_shard)
         ]
-        # Of a tied matrix both ends of a pipeline hold the same slice: it is all of its block.
+        # Both ends of a pipeline cut a tied matrix into the same slices: it is all of its block.
+        assert name != "tied" or all(
+            block.zero_stage == 0 or len(block.entries) == 1 for block, _, _ in parts
+        )
+        views = [
+            view for block, entry, box in parts for view in block.runs(entry, box, block.grad_shard)
+        ]
         for pack in _packs(views):
             if len(pack) == 1:  # a tied matrix: no copy of it
                 all_reduce(pack[0], axis)

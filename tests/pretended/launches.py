@@ -108,9 +108,13 @@ def run(groups: list[str], most: int | None) -> dict[str, Any]:
 
     with mock.patch.object(JITFunction, "run", watched):
         for group in groups:
-            calls = getattr(sanitize, f"{group}_calls")()
-            for kernel, settings in itertools.islice(calls, most):
-                variant = Variant(kernel, sanitize.DTYPE, settings)
+            made = itertools.islice(getattr(sanitize, f"{group}_calls")(), most)
+            calls = [(sanitize.DTYPE, *call) for call in made]
+            if most is None:  # the first call in the other precisions too; Gluon has 16 bits alone
+                others = ("float16",) if group == "gluon" else ("float16", "float32")
+                calls += [(dtype, *call[1:]) for dtype in others for call in calls[:1]]
+            for dtype, kernel, settings in calls:
+                variant = Variant(kernel, dtype, settings)
                 try:
                     case_of(variant, torch.device("cpu")).call()
                 except Exception as error:  # all that a first launch may meet

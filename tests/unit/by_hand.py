@@ -38,6 +38,7 @@ class KeptWeights:
     sharded.
     """
 
+    reducing = None
     planner = SimpleNamespace(
         plan=lambda turns: ZeroPlan((), [(None, None) for turn in turns for _ in turn])
     )

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from megatron.config.recompute import INSIDE
 from megatron.model.experts.dispatch import AllGather, AllToAll
 from megatron.model.experts.router import first_choices
 from megatron.model.gpt import GPTModel
+from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute
 from megatron.model.spec import NO_TP
 
 
@@ -92,8 +94,8 @@ def test_an_expert_takes_the_best_choices_or_the_first(choices, capacity, by_wei
         assert {i for i in own if keep[i]} == set(own[:capacity])
 
 
-def test_what_a_gate_saves_is_not_filed_under_fc2():
-    """Of a gated shared expert fc2's input alone goes by that name to the host."""
+def filed_shapes(choice: LayerRecompute, **more) -> dict[str, set[tuple[int, ...]]]:
+    """The shapes of what a layer saves, by the name under which it may go to the host."""
     config = ModelConfig(
         num_layers=1,
         hidden_size=16,
@@ -103,10 +105,7 @@ def test_what_a_gate_saves_is_not_filed_under_fc2():
         kv_channels=4,
         max_position_embeddings=8,
         add_bias_linear=False,
-        num_experts=4,
-        moe_ffn_hidden_size=8,
-        moe_shared_expert_intermediate_size=12,
-        moe_shared_expert_gate=True,
+        **more,
     )
     model = GPTModel(config, vocab_size=30, padded_vocab=32, dtype=torch.float64, seed=5)
     filled(model)
@@ -114,9 +113,30 @@ def test_what_a_gate_saves_is_not_filed_under_fc2():
     places = torch.arange(8).expand(2, 8)
     micro = model.micro_batch(ids, ids, torch.ones(2, 8), places, torch.arange(2), training=True)
     layer, x = model.layers["0"], torch.randn(8, 2, 16, dtype=torch.float64, requires_grad=True)
+    layer.choose_recompute(choice)
     with layer.parking() as parked:
         out = layer(x, micro)
     kept = [place for ref in parked if (place := ref()) is not None]
-    shapes = {name: {tuple(p.tensor.shape) for p in kept if p.module == name} for name in INSIDE}
-    assert out.output.requires_grad and shapes["mlp_fc2"] == {(8, 2, 12)}
-    assert shapes["mlp_fc1"] == {(8, 2, 16)} and shapes["mlp_act"] == {(8, 2, 12)}
+    assert (out if isinstance(out, torch.Tensor) else out.output).requires_grad
+    return {name: {tuple(p.tensor.shape) for p in kept if p.module == name} for name in INSIDE}
+
+
+SHARED = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "moe_shared_expert_intermediate_size": 12,
+    "moe_shared_expert_gate": True,
+}
+
+
+def test_what_a_gate_saves_is_not_filed_under_fc2():
+    """Of a gated shared expert fc2's input alone goes by that name to the host."""
+    shapes = filed_shapes(NO_RECOMPUTE, **SHARED)
+    assert shapes["mlp_fc2"] == shapes["mlp_act"] == {(8, 2, 12)}
+    assert shapes["mlp_fc1"] == {(8, 2, 16)}
+
+
+@pytest.mark.parametrize("more", [{}, SHARED], ids=["dense", "shared"])
+def test_the_input_of_a_recomputed_mlp_goes_to_the_host(more):
+    shapes = filed_shapes(LayerRecompute(frozenset({"mlp"})), **more)
+    assert shapes["mlp_fc1"] == {(8, 2, 16)} and not shapes["mlp_fc2"] and not shapes["mlp_act"]

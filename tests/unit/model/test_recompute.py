@@ -13,6 +13,7 @@ from unit.recomputed_flops import flops_again
 from unit.storages import Storages, no_collector
 
 from megatron.model.recompute import WHOLE, LayerRecompute, stage_recompute
+from megatron.model.recompute_context import RecomputeContext
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind
 
@@ -84,6 +85,17 @@ def expected_products(name, training):
 def test_products_are_those_of_the_formula(name, split_backward):
     for training in (NO_RECOMPUTE, FULL_RECOMPUTE, *(recomputing(*each) for each in CHOICES)):
         assert products(name, training, split_backward) == expected_products(name, training)
+
+
+def test_no_reader_comes_twice():
+    recompute_context = RecomputeContext()
+    exp = recompute_context._recomputed(torch.exp)
+    x = torch.randn(3, requires_grad=True)
+    with recompute_context._packing():
+        y = exp(x).sin()
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="read more often than it was saved"):
+        y.sum().backward()
 
 
 # ---- what lives

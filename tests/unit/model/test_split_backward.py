@@ -151,3 +151,17 @@ def test_only_the_second_part_gathers_for_weight_gradients(gloo_world):
         ]
         * 2
     )
+
+
+def test_a_failed_backward_leaves_no_list_behind(monkeypatch):
+    layers = pair(NO_TP)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RuntimeError, match="broken"),
+        deferring_weight_grads(layers),
+    ):
+        patch.setattr(linear_module, "WeightGrad", mock.Mock(side_effect=RuntimeError("broken")))
+        backward(layers, NO_TP)
+    before = gradients(layers)
+    backward(layers, NO_TP)
+    assert not any(torch.equal(a, b) for a, b in zip(gradients(layers), before))

@@ -222,3 +222,5 @@ def test_loss_scaler():
     assert largest.scale == 2.0**127  # fp32 holds no larger power
     constant = LossScaler(PrecisionConfig(fp16=True, loss_scale=128.0))
     assert constant.scale == 128 and LossScaler(PrecisionConfig(bf16=True)).scale == 1
+    with pytest.raises(AssertionError):
+        constant.update(True)

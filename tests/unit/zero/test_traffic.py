@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from parity.ledger import Call, count
 from unit.zero.rows import PRECISIONS, SMALL, Row
 
+from megatron.distributed.groups import ALONE
 from megatron.observe.stragglers import BLOCKS, SECTIONS
 from megatron.parallel.schedule import Kind, build_schedule
+from megatron.parallel.zero import sum_partial_gradients
 
 TESTS = Path(__file__).resolve().parents[2]
 STEPS = 2
@@ -181,6 +184,15 @@ def test_a_tied_matrix_is_summed_over_the_pipeline_once_a_step_and_apart(gloo_wo
         }
         size = row.blocks(0)["embedding"]
         assert {call.bytes for call in tied} == {size / 2 * 4}  # 2 (R-1)/R = 1 of the fp32 slice
+
+
+def test_a_tied_matrix_shares_its_block_with_nothing():
+    tied = SimpleNamespace(boxes=[SimpleNamespace(spec=SimpleNamespace(grad_sum=("tied",)))])
+    other = SimpleNamespace(boxes=[])
+    block = SimpleNamespace(zero_stage=1, entries=[tied, other])
+    groups = SimpleNamespace(tp=ALONE, kv=ALONE, tied=SimpleNamespace(size=2))
+    with pytest.raises(AssertionError):
+        sum_partial_gradients([block], groups)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
