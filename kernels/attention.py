@@ -133,8 +133,9 @@ def attention_reference(
     q, k, v = _by_query_head(q, k, v)
     x, _ = _scores(q, k, scale, softcap)
     lse, p = _softmax_of_seen(x, mask)
-    if drop > 0:  # times 1 would keep a second copy of p until the backward pass
-        p = p * _dropout_factor(p, mask, Options(scale, softcap, drop, key, first_head), sample_ids)
+    if drop > 0:  # autograd saves the mask as bools, where a factor in p's precision takes 4 bytes
+        options = Options(scale, softcap, drop, key, first_head)
+        p = p * _kept(p, mask, options, sample_ids) * (1 / (1 - drop))
     return (p.to(v.dtype) @ v).permute(2, 0, 1, 3), lse
 
 
@@ -158,7 +159,9 @@ def attention_reference_backward(
     q, k, v = _by_query_head(q, k, v)
     x, tanh_of_x = _scores(q, k, options.scale, options.softcap)
     p = torch.exp(x - lse[..., None]).masked_fill(~_seen(mask, x), 0.0)
-    factor = _dropout_factor(p, mask, options, sample_ids)
+    factor: Tensor | float = 1.0
+    if options.drop > 0:
+        factor = _kept(p, mask, options, sample_ids).to(wide) * (1 / (1 - options.drop))
     dp = (dout @ v.transpose(-1, -2)).to(wide) * factor
     ds = p * (dp - (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)) * options.scale
     if tanh_of_x is not None:
@@ -176,18 +179,13 @@ def _of_keys(weights: Tensor, rows: Tensor, group: int) -> Tensor:
     return summed.unflatten(1, (-1, group)).sum(2).permute(2, 0, 1, 3)
 
 
-def _dropout_factor(
-    p: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None
-) -> Tensor | float:
-    """What dropout multiplies probabilities p [b, n, s, t] by."""
-    if options.drop == 0:
-        return 1.0
+def _kept(p: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None) -> Tensor:
+    """Which of the probabilities p [b, n, s, t] dropout keeps (bool)."""
     assert sample_ids is not None
     n, s, t = p.shape[1:]
     at = positions(mask.q_positions, s, p.device).long()
     heads = torch.arange(options.first_head, options.first_head + n, device=p.device)
-    kept = keep_mask(options.key, sample_ids, heads, at, t, options.drop, mask.k_positions)
-    return kept.to(p.dtype) * (1 / (1 - options.drop))
+    return keep_mask(options.key, sample_ids, heads, at, t, options.drop, mask.k_positions)
 
 
 def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -133,9 +133,10 @@ the document mask ignored | documents
 an end of document that belongs to the next one | documents
     torch.from_numpy(starts.astype(np.int32)) => torch.from_numpy(np.maximum.accumulate(
         np.where(tokens == self.eod, np.arange(tokens.shape[1]), 0), axis=1).astype(np.int32))
-= kernels/attention.py _dropout_factor
+= kernels/attention.py attention_reference
 weights that dropout keeps not scaled up | gpt-dropout
-    * (1 / (1 - options.drop)) =>
+    * (1 / (1 - drop)) =>
+= kernels/attention.py _kept
 one dropout mask for all heads | gpt-dropout
     sample_ids, heads, at, => sample_ids, heads * 0, at,
 = megatron/model/dropout.py Dropout.__init__

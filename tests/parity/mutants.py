@@ -306,7 +306,7 @@ parts joined with equal weights | gpt cp2 p2p
 a backward pass that normalizes each block by itself | gpt cp2 p2p
     dout, out, lse, q, k, v, mask, self.options.scale =>
         dout, out, self.forward(q, k, v, mask)[1], q, k, v, mask, self.options.scale
-= kernels/attention.py _dropout_factor
+= kernels/attention.py _kept
 keys of each block counted from 0 in dropout | dropout cp2 p2p
     drop, mask.k_positions => drop
 = megatron/model/experts/experts.py _ExpertLinear.backward
