@@ -61,7 +61,7 @@ def configuration(
     arch: int = lang.HOPPER,
 ) -> Row:
     """Tiles of M queries by N keys of the kernel "forward", "dkv", "dkv_dq" or "dq". In fp32 there
-    is one size: those products use no tensor cores.
+    is one size: fp32 GEMMs use no tensor cores here.
 
     On Hopper by what compiles without spills in the loops and without products that wait for each
     other, and by how many blocks of threads an SM then holds: up to d = 64 two, of which one

@@ -1,6 +1,6 @@
 """A call of every operator for a row of the table of configurations or for a variant of a run, and
-the definition's results, to compare a small one with: in any precision, but of adamw, fp8,
-grad_norm and initialise in that of their operands.
+the definition's results for comparison, in any precision; adamw, fp8, grad_norm and initialise use
+that of their operands.
 
 The check at start (self_check.py) runs this module in a child process, which compares the variants
 of a run; kernels/tools/tune.py compares and times rows.

@@ -116,8 +116,8 @@ def find(operator: str, capability: int, **key: Any) -> Row:
 
 
 def columns_launch(operator: str, width: int, capability: int, least: int = 128) -> KernelLaunch:
-    """Of an operator whose programs take a row's columns, from `least` to the most of the table at
-    once.
+    """Launch parameters of an operator whose programs process a row in blocks of columns, from
+    `least` up to the table's maximum.
     """
     row = find(operator, capability)
     block = min(max(1 << max(width - 1, 0).bit_length(), least), row.numbers["block"])

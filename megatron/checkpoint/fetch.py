@@ -115,7 +115,8 @@ class Fetcher:
                     # 1. Some runs are read ahead of the one that is used.
                     while len(ahead) <= PREFETCHED and (run := next(runs, None)) is not None:
                         ahead.append(run)
-                        run.buffer = free.pop() if free else run.buffer
+                        if free:
+                            run.buffer = free.pop()
                         if len(run.buffer) < run.stop - run.first:
                             run.buffer = bytearray(run.stop - run.first)
                         run.done = threads.submit(_read, run, self.describe)

@@ -236,8 +236,8 @@ class Index:
 
     def _take(self, known: bytes) -> None:
         content = json.loads(zlib.decompress(known))
-        # another folder, or another save of the same iteration, has another manifest
         self.manifest = content["manifest"]
+        # another folder, or another save of the same iteration, has another manifest
         seen = load_bytes(self.path / MANIFEST, MANIFEST_HEAD) if self.path.is_dir() else b""
         if seen.hex() != content["head"]:
             raise CheckpointError(

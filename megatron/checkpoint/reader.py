@@ -125,7 +125,7 @@ def _open_together(path: Path, ranks: Ranks, verify: bool) -> tuple[Checkpoint |
 
 
 def _fault(part: Callable[[], Any]) -> str | None:
-    """What is damaged, found by this rank's part of the work."""
+    """The message of the CheckpointError that `part` raises; None when it raises none."""
     try:
         part()
     except CheckpointError as error:

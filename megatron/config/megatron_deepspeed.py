@@ -40,7 +40,7 @@ def read_together(reading: Reading) -> None:
     for name in [name for name in given if name in FUNCTIONS]:
         words = given.pop(name)
         try:
-            FUNCTIONS[name](reading, name, words)
+            FUNCTIONS[name](reading, words)
         except UserError as problem:
             reading.faults.append(f"{shown(name, words)}: {problem}")
     # 2. Lengths in tokens, and experts.
@@ -67,7 +67,7 @@ def _take_tokenizer_of_load(reading: Reading) -> None:
         reading.notes.append(f"--patch-tokenizer-type: the tokenizer is read from --load {folder}")
 
 
-def _shard_optimizer(reading: Reading, flag: str, words: Words) -> None:
+def _shard_optimizer(reading: Reading, words: Words) -> None:
     """--zero-stage 1, where the settings do not already give that much. Raises UserError."""
     if words:
         raise UserError("it takes no value")
@@ -76,7 +76,7 @@ def _shard_optimizer(reading: Reading, flag: str, words: Words) -> None:
     reading.take("zero_stage", max(1, reading.value("zero_stage")))
 
 
-def _extend_vocabulary(reading: Reading, flag: str, words: Words) -> None:
+def _extend_vocabulary(reading: Reading, words: Words) -> None:
     """Rows of the embedding in addition to the vocabulary that a tokenizer.json (or its folder) has
     without added tokens. Raises UserError.
     """
@@ -97,7 +97,7 @@ def _extend_vocabulary(reading: Reading, flag: str, words: Words) -> None:
     reading.config = reading.config.with_fields("model", padded_vocab_size=rows)
 
 
-FUNCTIONS: dict[str, Callable[[Reading, str, Words], None]] = {
+FUNCTIONS: dict[str, Callable[[Reading, Words], None]] = {
     "--use-distributed-optimizer": _shard_optimizer,
     "--extra-vocab-size": _extend_vocabulary,
 }
@@ -147,8 +147,11 @@ class Together:
         for kind in ("decay", "warmup"):
             if f"--lr-{kind}-tokens" in tokens:
                 values[f"lr_{kind}_samples"] = round(tokens[f"--lr-{kind}-tokens"] / length)
-        samples = {name: count for name, count in values.items() if name.endswith("samples")}
-        flags = " ".join(spelled(*each) for each in samples.items() if each[1] is not None)
+        flags = " ".join(
+            spelled(name, count)
+            for name, count in values.items()
+            if name.endswith("samples") and count is not None
+        )
         text = f"{', '.join(names)}: in samples of --seq-length {length}: {flags}"
         self.reading.notes.append(text)
         return values

@@ -177,7 +177,7 @@ def recompute(run: RunView) -> Faults:
 
 
 def activation_offload(run: RunView) -> Faults:
-    """Modules whose inputs there are to offload."""
+    """Modules of --offload-modules must keep inputs that can be offloaded."""
     if not run.activation_offload:
         return
     modules = set(run.offload_modules or ())

@@ -200,7 +200,7 @@ Mixed = list[tuple[TokenStream, float]]  # streams and their weights
 
 @dataclass
 class _Opener:
-    """Opens each prefix once, and collects faults, which are reported together."""
+    """Opens each prefix once, makes streams and sources, and reports all faults together."""
 
     config: Config
     tokenizer: Any

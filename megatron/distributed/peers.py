@@ -193,11 +193,11 @@ class Peers:
         if self.world > MAX_OBSERVERS and self.rank > 0:
             return "rank 0 warns of those that are silent"
         others = [rank for rank in range(self.world) if rank != self.rank]
-        timeout = waited > OBSERVE_S  # else a connection was lost
+        timed_out = waited > OBSERVE_S  # else a connection was lost
 
         def look() -> tuple[Reports, Reports]:
             first = self._read(others)
-            if timeout:
+            if timed_out:
                 time.sleep(OBSERVE_S)
             return first, self._read(others)
 
@@ -210,16 +210,19 @@ class Peers:
         self.silent = {
             rank
             for rank, report in last.items()
-            if timeout and rank in first and report.count == first[rank].count and not report.ended
+            if timed_out
+            and rank in first
+            and report.count == first[rank].count
+            and not report.ended
         }
         # Silent ranks explain the rest; then those that ended while they computed; then those that
-        # have not come to the operation.
+        # have not reached the operation.
         silent = [last[rank].silent(rank) for rank in sorted(self.silent)]
         ended = [each.over(rank) for rank, each in last.items() if each.ended and not each.waited]
         busy = [
             each.busy(rank)
             for rank, each in last.items()
-            if timeout and not each.ended and not each.waited
+            if timed_out and not each.ended and not each.waited
         ]
         return some(silent or ended or busy, MAX_NAMED, "; ")
 

@@ -349,8 +349,8 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
-        # Under SP of this rank's part of the sequence. A deferred wgrad holds that alone, and the
-        # bias, which is added behind the sum, has its gradient of it.
+        # Under SP this rank's part of the sequence. A deferred wgrad saves only this part, and the
+        # bias, which is added after the sum, takes its gradient from it.
         own_dy = dy
 
         # dgrad: under SP dy is gathered along the sequence first, or piece by piece with the GEMMs

@@ -1,5 +1,5 @@
-"""Writes events.jsonl of a run, the durations of everything over all its starts, of which
-tools/goodput.py makes an account. docs/logging.md lists them.
+"""Writes events.jsonl: what a run spent its time on, over all its starts. tools/goodput.py adds it
+up; docs/logging.md lists the events.
 """
 
 from __future__ import annotations

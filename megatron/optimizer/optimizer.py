@@ -393,7 +393,7 @@ def sum_of_squares(
         if implementation == "triton":
             return grad_norm.sum_of_squares(buffers)
         squares = apex.l2_norm(buffers).squeeze().double().square()
-        # else an element is not, or squares that fp32 cannot hold were added up
+        # Where they are not finite, an element is not, or the fp32 sum overflowed: torch decides.
         if squares.isfinite():
             return squares
     # In one order on every rank and in every layout of the same slices: the norm's bits decide the

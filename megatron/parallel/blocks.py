@@ -503,7 +503,7 @@ def _lay_out(
     size = padded(end, parts)
     ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
     name = unit if group == "dense" else f"{unit} ({group})"
-    # Neighbours that are multiplied alike are one range, which ends where the last of them does.
+    # Adjacent tensors with equal multipliers form one range, which ends with the last of them.
     joined = tuple([*alike][-1] for _, alike in groupby(ranges, itemgetter(1)))
     return BufferLayout(name, unit, group, tuple(entries), late_end, joined, size)
 

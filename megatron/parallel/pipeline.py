@@ -152,10 +152,10 @@ class Pipeline:
         self.rank = groups.pp.rank
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
         self.layers: dict[int, list[Layer]] = {
-            stage: [layer for _, layer in named]
-            for stage, named in zip(own, model.layers_by_stage, strict=True)
+            stage: [layer for _, layer in layers]
+            for stage, layers in zip(own, model.layers_by_stage, strict=True)
         }
-        self.names = {layer: name for named in model.layers_by_stage for name, layer in named}
+        self.names = {layer: name for stage in model.layers_by_stage for name, layer in stage}
         self.passes = {
             (kind, stage): passes_of(kind, layers)
             for kind in COMPUTATIONS

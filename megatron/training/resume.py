@@ -371,7 +371,7 @@ def resumed_schedule(ours: ParamSchedule, theirs: dict[str, Any], config: Config
     return ours
 
 
-# ---- whether the bits of an uninterrupted run come out
+# ---- whether a run resumes bit for bit
 
 
 def continuity(checkpoint: Checkpoint, run: Run, accepted: set[str]) -> str:

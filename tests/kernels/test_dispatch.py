@@ -318,9 +318,7 @@ def test_apex_is_found_by_what_it_holds(fake):
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_the_norms_of_apex_are_called_as_it_defines_them(kind, fake):
-    """With stand-ins that have its functions' order of arguments: the real one has never been
-    available.
-    """
+    """Uses stand-ins with apex's argument order; apex itself has never been available."""
     of_rms = (rms_forward_affine, rms_backward_affine)
     fake("fused_layer_norm_cuda", forward_affine, backward_affine, *of_rms)
     found = []

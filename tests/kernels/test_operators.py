@@ -66,8 +66,8 @@ def test_torchs_own_checks(device):
     assert recorder.calls.keys() == ours
     for name, (function, args) in recorder.calls.items():
         # the backward pass of attention is not differentiated
-        is_last = name == "megatron::flash_attention_backward"
-        checks = {"test_utils": ("test_schema", "test_faketensor")} if is_last else {}
+        is_backward = name == "megatron::flash_attention_backward"
+        checks = {"test_utils": ("test_schema", "test_faketensor")} if is_backward else {}
         torch.library.opcheck(function, args, **checks)
 
 

@@ -61,13 +61,12 @@ def ranks_agree(outcomes: list[Outcome]) -> list[str]:
     ]
 
 
-def pattern(steps: list[Step]) -> list[tuple[bool, float, int]]:
-    """Which steps were skipped, at which loss scale and batch size."""
-    return [(step.skipped, step.loss_scale, step.batch_size) for step in steps]
-
-
 def patterns_differ(expected: list[Step], found: list[Step]) -> list[str]:
-    a, b = pattern(expected), pattern(found)
+    """Compare which steps were skipped, at which loss scale and batch size."""
+    a, b = (
+        [(step.skipped, step.loss_scale, step.batch_size) for step in steps]
+        for steps in (expected, found)
+    )
     return [f"skipped steps: {b}, in one process {a}"] if a != b else []
 
 

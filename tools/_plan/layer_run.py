@@ -265,8 +265,8 @@ class LayerRun:
         self.kept: list[Any] = []  # by the last pass
 
     def passes(self, choice: LayerRecompute) -> list[MeasuredPass]:
-        """The forward pass and the backward pass, but that of a layer which is recomputed in a
-        group with others; and where backward passes come in two halves, these.
+        """The forward pass; the backward pass, except of a layer that is recomputed in a group with
+        others; and where backward passes come in two halves, both halves.
         """
         found = [self.forward(choice)]
         if choice.whole and not (choice.first and choice.last):

@@ -90,7 +90,7 @@ def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[st
     in_files = []
     sizes = [block.size * block.trained for block in blocks]
     for block, on_host in zip(blocks, on_host_of(sizes, fraction), strict=True):
-        # experts have ranks of their own that share them
+        # experts are sharded over separate ranks
         of_experts = block.layout.group == "expert" and config.distributed.zero_stage > 0
         ranks = block.groups.shard.size if of_experts else shard
         part = block.size // ranks

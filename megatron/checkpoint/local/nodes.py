@@ -125,8 +125,9 @@ def own_folder(root: Path) -> None:
         )
 
 
-# ---- whose local checkpoints: a run's id, and where its --save folder lies, for a copy of the
-# folder is another run
+# ---- whose local checkpoints
+#
+# RUN_FILE has a run's id and where its --save folder lies: a copy of the folder is another run.
 
 
 def read_run(save: str | Path) -> str | None:

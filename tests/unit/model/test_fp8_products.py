@@ -1,4 +1,4 @@
-"""Products of 8-bit floats against a short definition in float64; which layers form them."""
+"""FP8 GEMMs against a short definition in float64; which layers use them."""
 
 import itertools
 from unittest import mock

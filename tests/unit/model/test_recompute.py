@@ -1,4 +1,4 @@
-"""Selective recomputation: matrix products, how long what is rebuilt lives."""
+"""Selective recomputation: GEMM counts and the lifetime of recomputed tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Ring attention against whole attention on one process:
-values, gradients, the order of what is sent and computed, and how much of keys and values lives on
-a rank.
+"""Ring attention against whole attention on one process: values, gradients, the order of sends and
+computation, and how much of keys and values lives on a rank.
 """
 
 import weakref

@@ -11,20 +11,21 @@ from megatron.model.experts.router import Router
 from megatron.model.mlp import activation_function
 
 
-@pytest.mark.parametrize("topk, total", [(1, None), (2, 1.0)])
+def router_of_four(**options) -> Router:
+    """A router of four experts, hidden size 64."""
+    config = ModelConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, num_experts=4, **options
+    )
+    return Router(config, 1, "layers.0.mlp.router")
+
+
+@pytest.mark.parametrize("topk, total", [(1, 0.9), (2, 1.0)])
 def test_scores_of_one_chosen_expert_are_not_normalized(topk, total):
     """Of several they add up to 1; of one that would be a constant without a gradient."""
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_experts=4,
-        moe_router_topk=topk,
-        moe_router_score_function="sigmoid",
-    )
     scores = torch.tensor([[0.9, 0.3, 0.6, 0.1]])
-    weights = Router(config, 1, "layers.0.mlp.router").weights(scores, scores.topk(topk).indices)
-    assert weights.sum().item() == pytest.approx(0.9 if total is None else total)
+    router = router_of_four(moe_router_topk=topk, moe_router_score_function="sigmoid")
+    weights = router.weights(scores, scores.topk(topk).indices)
+    assert weights.sum().item() == pytest.approx(total)
 
 
 def gradients(kind: str, dtype: torch.dtype, gated: bool) -> list[torch.Tensor]:
@@ -49,14 +50,7 @@ def test_gradients_of_a_gate_have_the_bits_of_autograds(kind, dtype):
 @pytest.mark.parametrize("given, dtype", [("fp32", torch.float32), ("fp64", torch.float64)])
 def test_scores_are_computed_in_the_precision_of_the_flag(given, dtype):
     """Logits of one sum of 64 terms, whose small ones an fp32 sum would lose."""
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_experts=4,
-        moe_router_dtype=given,
-    )
-    router = Router(config, 1, "layers.0.mlp.router")
+    router = router_of_four(moe_router_dtype=given)
     router.weight = torch.nn.Parameter(torch.ones(4, 64))
     x = torch.tensor([1e5, *[1e-3] * 62, -1e5]).view(1, 1, 64)
     logits, scores = router.scores(x, None)

@@ -1,5 +1,5 @@
-"""Linear layers whose weight gradients are left for later: the same bits, the least kept, and the
-order of the work.
+"""Linear layers whose weight gradients are left for later: the same bits, the least kept, the
+order of the work, and the collectives of each part.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The MLP in pieces of the sequence: matrix products, what lives at once."""
+"""The MLP in pieces of the sequence: GEMM counts and peak memory."""
 
 from __future__ import annotations
 
