@@ -118,6 +118,23 @@ class Draw:
         """True in that share of cases."""
         return self.random.random() < share
 
+    def drawn(self, *lines: str) -> list[str]:
+        """The words of lines: of `a|b` one; after `?0.2` the rest of the line in a fifth of cases;
+        with `*0.2` at its end the line in a fifth of cases.
+        """
+        found: list[str] = []
+        for line in lines:
+            words: list[str] = []
+            for word in line.split():
+                if word[0] in "?*":
+                    if self.often(float(word[1:])):
+                        continue
+                    words = words if word[0] == "?" else []
+                    break
+                words.append(self.random.choice(word.split("|")) if "|" in word else word)
+            found += words
+        return found
+
     def case(self) -> Case:
         """The first draw that the program accepts in its layouts and in one process."""
         while True:
@@ -145,6 +162,8 @@ class Draw:
             sizes[self.random.choice(AXES)] *= 2
         return sizes
 
+    # ---- the run
+
     def run(self, sizes: dict[str, int], stages: int) -> tuple[str, ...]:
         """What the numbers depend on, with a batch and layers for such a layout."""
         micro, count = self.random.choice((1, 1, 2)), self.random.choice((1, 2, 3, 4, 8))
@@ -153,7 +172,7 @@ class Draw:
         has_experts, is_latent = self.often(0.4), self.often(0.15)
         # in narrow formats a token may turn to another expert
         is_narrow = not has_experts and self.often(0.3)
-        flags = [*BASE.split(), "--micro-batch-size", f"{micro}", "--global-batch-size", f"{batch}"]
+        flags = f"{BASE} --micro-batch-size {micro} --global-batch-size {batch}".split()
         flags += ["--num-layers", f"{layers}", *self.model(is_latent)]
         # experts have no biases
         has_biases = not has_experts and self.often(0.5)
@@ -165,6 +184,103 @@ class Draw:
             return *flags, *PRECISIONS["bf16"].split(), *NARROW.split()
         return *flags, *self.optimizer(), "--fp64"
 
+    def model(self, is_latent: bool) -> list[str]:
+        """Positions, norms, activations, ends and losses."""
+        return [
+            *self.drawn("--activation gelu|swiglu|geglu|squared-relu"),
+            *self.drawn("--normalization LayerNorm|RMSNorm"),
+            *self.positions(is_latent),
+            *self.drawn(
+                "?0.5 --untie-embeddings-and-output-weights",
+                "--make-vocab-size-divisible-by 1|64",
+                "?0.15 --final-logit-softcapping 2",
+                "?0.2 --z-loss-coeff 1e-2",
+                "?0.2 --window-size 6 ?0.5 --window-attn-skip-freq 2",
+                "?0.3 --reset-position-ids --reset-attention-mask --eod-mask-loss",
+                "--hidden-dropout 0|0.1",
+                "--attention-dropout 0|0.1",
+            ),
+        ]
+
+    def positions(self, is_latent: bool) -> list[str]:
+        """Learned, rotary or none."""
+        kinds = ("rope", "rope", "yarn", *(() if is_latent else ("learned_absolute", "none")))
+        kind = self.random.choice(kinds)
+        found = ["--position-embedding-type", kind]
+        if kind not in ("rope", "yarn"):
+            return found
+        found += self.drawn("--rotary-base 100|10000", "?0.15 --no-rope-freq 2")
+        scaled = "--rope-scaling-factor 4 --rope-original-max-position-embeddings 8"
+        if kind == "yarn":
+            return [*found, *scaled.split()]
+        if not is_latent:
+            found += self.drawn("?0.2 --rotary-percent 0.5")
+        llama = self.drawn(f"?0.2 --use-rope-scaling {scaled}")
+        return found + (llama or self.drawn("?0.2 --rotary-seq-len-interpolation-factor 2"))
+
+    def attention(self, has_biases: bool) -> list[str]:
+        """Heads, their norms and their scores."""
+        return self.drawn(
+            "?0.25 --qk-layernorm",
+            "--kv-channels 2|6 *0.2",
+            "" if has_biases else "?0.3 --add-qkv-bias",
+            "?0.15 --attn-logit-softcapping 3",
+            "?0.4 --group-query-attention --num-query-groups 1|2|4",
+        )
+
+    def latent(self) -> list[str]:
+        """Latent attention."""
+        return self.drawn(
+            "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8",
+            "--qk-pos-emb-head-dim 4 --v-head-dim 6|12",
+            "?0.5 --q-lora-rank 24",
+            "?0.5 --qk-layernorm",
+        )
+
+    def experts(self) -> list[str]:
+        """Experts, their router and its losses."""
+        found = self.drawn(
+            "--num-experts 4|8 --moe-ffn-hidden-size 24",
+            "--moe-router-score-function softmax|sigmoid|sqrtsoftplus",
+        )
+        bias = "--moe-router-enable-expert-bias --moe-router-bias-update-rate 2e-2"
+        is_softmax = found[-1] == "softmax"
+        found += self.drawn("?0.5 --moe-router-pre-softmax" if is_softmax else f"?0.5 {bias}")
+        kinds = "none|aux_loss|seq_aux_loss|global_aux_loss"
+        found += self.drawn(f"--moe-router-load-balancing-type {kinds}")
+        if found[-1] != "none":
+            found += ["--moe-aux-loss-coeff", "3e-2"]
+        return found + self.drawn(
+            "?0.3 --moe-z-loss-coeff 1e-2",
+            "--moe-router-topk 1|3 *0.4",
+            "?0.2 --moe-router-topk-scaling-factor 2.5",
+            "?0.2 --moe-router-num-groups 4 --moe-router-group-topk 2",
+            "?0.2 --moe-layer-freq 2",
+            "?0.15 --moe-input-jitter-eps 0.1",
+            "?0.2 --moe-expert-capacity-factor 0.8 --moe-token-drop-policy probs|position",
+            "?0.3 --moe-shared-expert-intermediate-size 16 ?0.5 --moe-shared-expert-gate",
+        )
+
+    def schedule(self, batch: int, least: int) -> list[str]:
+        """What changes with the steps; a ramp-up from half the batch after two steps of it."""
+        found = self.drawn(
+            "--lr-decay-style constant|linear|cosine|inverse-square-root",
+            "?0.2 --decoupled-lr 3e-2",
+            "--freeze embedding|layers.0 *0.1",
+        )
+        half = batch // 2
+        ramp = self.drawn(f"?0.15 --rampup-batch-size {half} {half} {batch}")
+        return found + (ramp if half % least == 0 else [])
+
+    def optimizer(self) -> list[str]:
+        """The optimizer."""
+        found = self.drawn("?0.2 --optimizer sgd") or ["--adam-beta2", "0.95"]
+        found += self.drawn("--clip-grad 0|0.1|1.0")
+        ramp = "--start-weight-decay 0.1 --end-weight-decay 0.3 --weight-decay-incr-style linear"
+        return found + (self.drawn(f"?0.2 {ramp}") or self.drawn("--weight-decay 0|0.1"))
+
+    # ---- the layout, which changes no number
+
     def layout(self, flags: tuple[str, ...], sizes: dict[str, int], pipeline: list[str]) -> Layout:
         """Of a run with such flags."""
         has_experts = "--num-experts" in flags
@@ -175,185 +291,78 @@ class Draw:
         found += self.memory(has_experts, "--multi-latent-attention" in flags)
         return Layout(sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"], tuple(found))
 
-    # ---- the run
-
-    def model(self, is_latent: bool) -> list[str]:
-        """Positions, norms, activations, ends and losses."""
-        found = ["--activation", self.random.choice(("gelu", "swiglu", "geglu", "squared-relu"))]
-        found += ["--normalization", self.random.choice(("LayerNorm", "RMSNorm"))]
-        found += self.positions(is_latent)
-        found += ["--untie-embeddings-and-output-weights"] if self.often(0.5) else []
-        found += ["--make-vocab-size-divisible-by", self.random.choice(("1", "64"))]
-        found += ["--final-logit-softcapping", "2"] if self.often(0.15) else []
-        found += ["--z-loss-coeff", "1e-2"] if self.often(0.2) else []
-        if self.often(0.2):
-            found += ["--window-size", "6"]
-            found += ["--window-attn-skip-freq", "2"] if self.often(0.5) else []
-        if self.often(0.3):
-            found += ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
-        for kind in ("hidden", "attention"):
-            found += [f"--{kind}-dropout", self.random.choice(("0", "0.1"))]
-        return found
-
-    def positions(self, is_latent: bool) -> list[str]:
-        """Learned, rotary or none."""
-        kinds = ("rope", "rope", "yarn", *(() if is_latent else ("learned_absolute", "none")))
-        kind = self.random.choice(kinds)
-        found = ["--position-embedding-type", kind]
-        if kind not in ("rope", "yarn"):
-            return found
-        found += ["--rotary-base", self.random.choice(("100", "10000"))]
-        found += ["--no-rope-freq", "2"] if self.often(0.15) else []
-        scaled = "--rope-scaling-factor", "4", "--rope-original-max-position-embeddings", "8"
-        if kind == "yarn":
-            return [*found, *scaled]
-        found += ["--rotary-percent", "0.5"] * (not is_latent and self.often(0.2))
-        if self.often(0.2):
-            return [*found, "--use-rope-scaling", *scaled]
-        return found + ["--rotary-seq-len-interpolation-factor", "2"] * self.often(0.2)
-
-    def attention(self, has_biases: bool) -> list[str]:
-        """Heads, their norms and their scores."""
-        found = ["--qk-layernorm"] if self.often(0.25) else []
-        found += ["--kv-channels", self.random.choice(("2", "6"))] * self.often(0.2)
-        found += ["--add-qkv-bias"] * (not has_biases and self.often(0.3))
-        found += ["--attn-logit-softcapping", "3"] if self.often(0.15) else []
-        if self.often(0.4):
-            groups = self.random.choice(("1", "2", "4"))
-            found += ["--group-query-attention", "--num-query-groups", groups]
-        return found
-
-    def latent(self) -> list[str]:
-        """Latent attention."""
-        found = ["--multi-latent-attention", "--kv-lora-rank", "12", "--qk-head-dim", "8"]
-        found += ["--qk-pos-emb-head-dim", "4", "--v-head-dim", self.random.choice(("6", "12"))]
-        found += ["--q-lora-rank", "24"] if self.often(0.5) else []
-        return found + (["--qk-layernorm"] if self.often(0.5) else [])
-
-    def experts(self) -> list[str]:
-        """Experts, their router and its losses."""
-        choose = self.random.choice
-        found = ["--num-experts", choose(("4", "8")), "--moe-ffn-hidden-size", "24"]
-        score = choose(("softmax", "sigmoid", "sqrtsoftplus"))
-        found += ["--moe-router-score-function", score]
-        if score == "softmax" and self.often(0.5):
-            found += ["--moe-router-pre-softmax"]
-        if score != "softmax" and self.often(0.5):
-            found += ["--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "2e-2"]
-        balance = choose(("none", "aux_loss", "seq_aux_loss", "global_aux_loss"))
-        found += ["--moe-router-load-balancing-type", balance]
-        found += ["--moe-aux-loss-coeff", "3e-2"] if balance != "none" else []
-        found += ["--moe-z-loss-coeff", "1e-2"] if self.often(0.3) else []
-        found += ["--moe-router-topk", choose(("1", "3"))] * self.often(0.4)
-        found += ["--moe-router-topk-scaling-factor", "2.5"] * self.often(0.2)
-        if self.often(0.2):
-            found += ["--moe-router-num-groups", "4", "--moe-router-group-topk", "2"]
-        found += ["--moe-layer-freq", "2"] if self.often(0.2) else []
-        found += ["--moe-input-jitter-eps", "0.1"] if self.often(0.15) else []
-        if self.often(0.2):
-            found += ["--moe-expert-capacity-factor", "0.8"]
-            found += ["--moe-token-drop-policy", choose(("probs", "position"))]
-        if self.often(0.3):
-            found += ["--moe-shared-expert-intermediate-size", "16"]
-            found += ["--moe-shared-expert-gate"] if self.often(0.5) else []
-        return found
-
-    def schedule(self, batch: int, least: int) -> list[str]:
-        """What changes with the steps; a ramp-up from half the batch after two steps of it."""
-        styles = "constant", "linear", "cosine", "inverse-square-root"
-        found = ["--lr-decay-style", self.random.choice(styles)]
-        found += ["--decoupled-lr", "3e-2"] if self.often(0.2) else []
-        found += ["--freeze", self.random.choice(("embedding", "layers.0"))] * self.often(0.1)
-        if self.often(0.15) and batch // 2 % least == 0:
-            half = f"{batch // 2}"
-            found += ["--rampup-batch-size", half, half, f"{batch}"]
-        return found
-
-    def optimizer(self) -> list[str]:
-        """The optimizer."""
-        found = ["--optimizer", "sgd"] if self.often(0.2) else ["--adam-beta2", "0.95"]
-        found += ["--clip-grad", self.random.choice(("0", "0.1", "1.0"))]
-        if self.often(0.2):
-            found += ["--start-weight-decay", "0.1", "--end-weight-decay", "0.3"]
-            return [*found, "--weight-decay-incr-style", "linear"]
-        return [*found, "--weight-decay", self.random.choice(("0", "0.1"))]
-
-    # ---- the layout, which changes no number
-
     def pipeline(self, ranks: int) -> list[str]:
         """The schedule of that number of pipeline ranks."""
         if ranks == 1:
             return []
-        schedule = self.random.choice(sorted(BUILDERS))
-        found = ["--pipeline-schedule", schedule]
-        if schedule == "interleaved":
+        found = self.drawn(f"--pipeline-schedule {'|'.join(sorted(BUILDERS))}")
+        if "interleaved" in found:
             found += ["--num-virtual-stages-per-pipeline-rank", "2"]
         uneven = "--pipeline-model-parallel-layout auto", "--decoder-first-pipeline-num-layers 1"
-        return found + self.random.choice(uneven).split() * self.often(0.4)
+        return found + self.drawn(f"{self.random.choice(uneven)} *0.4")
 
     def sharding(self, sizes: dict[str, int]) -> list[str]:
         """Of sequences, optimizer, gradients and weights."""
-        found = ["--sequence-parallel"] if sizes["tp"] > 1 and self.often(0.6) else []
-        found += ["--no-tp-comm-overlap"] if sizes["tp"] > 1 and self.often(0.2) else []
+        found = []
+        if sizes["tp"] > 1:
+            found += self.drawn("?0.6 --sequence-parallel", "?0.2 --no-tp-comm-overlap")
         if sizes["cp"] > 1:
-            kind = self.random.choice(("allgather", "a2a", "p2p", "a2a+p2p"))
-            found += ["--cp-comm-type", kind]
-            if kind == "a2a+p2p":
-                levels = f"{sizes['cp'] // 2}"
-                found += ["--hierarchical-context-parallel-sizes", "2", levels]
-        found += ["--use-tp-pp-dp-mapping"] if self.often(0.15) else []
+            found += self.drawn("--cp-comm-type allgather|a2a|p2p|a2a+p2p")
+            if found[-1] == "a2a+p2p":
+                found += ["--hierarchical-context-parallel-sizes", "2", f"{sizes['cp'] // 2}"]
+        found += self.drawn("?0.15 --use-tp-pp-dp-mapping")
         sharers = sizes["dp"] * sizes["cp"]
-        stage = self.random.choice((0, 1, 2, 3, 3)) if sharers > 1 else 0
-        found += ["--zero-stage", f"{stage}"]
-        if stage and sharers > 2 and self.often(0.3):
-            found += ["--zero-shard-size", "2"]
-        found += ["--zero3-keep-gathered"] if stage == 3 and self.often(0.3) else []
-        found += ["--no-overlap-grad-reduce"] if sharers > 1 and self.often(0.15) else []
-        if self.often(0.15):
-            found += ["--optimizer-cpu-offload"]
-            found += ["--optimizer-offload-fraction", "0.5"] if self.often(0.4) else []
-            found += ["--param-cpu-offload"] if stage == 3 and self.often(0.5) else []
-        return found
+        found += self.drawn(f"--zero-stage {'0|1|2|3|3' if sharers > 1 else '0'}")
+        stage = int(found[-1])
+        if stage and sharers > 2:
+            found += self.drawn("?0.3 --zero-shard-size 2")
+        if stage == 3:
+            found += self.drawn("?0.3 --zero3-keep-gathered")
+        if sharers > 1:
+            found += self.drawn("?0.15 --no-overlap-grad-reduce")
+        away = self.drawn("?0.15 --optimizer-cpu-offload ?0.4 --optimizer-offload-fraction 0.5")
+        if away and stage == 3:
+            away += self.drawn("?0.5 --param-cpu-offload")
+        return found + away
 
     def ranks_of_experts(self, ranks: int) -> list[str]:
         """Where experts lie on the ranks of a stage, and how tokens come to them."""
         size = self.random.choice([size for size in (1, 2, 2, 4) if ranks % size == 0])
         found = ["--expert-model-parallel-size", f"{size}"]
-        if self.often(0.4):
-            found += ["--expert-tensor-parallel-size", self.random.choice(("1", "2"))]
-        if size > 1 and self.often(0.2):
-            found += ["--moe-token-dispatcher-type", "allgather"]
-        elif size > 1 and self.often(0.4):
-            found += ["--overlap-moe-expert-parallel-comm"]
-        return found
+        found += self.drawn("?0.4 --expert-tensor-parallel-size 1|2")
+        if size == 1:
+            return found
+        gathered = self.drawn("?0.2 --moe-token-dispatcher-type allgather")
+        return found + (gathered or self.drawn("?0.4 --overlap-moe-expert-parallel-comm"))
 
     def memory(self, has_experts: bool, is_latent: bool) -> list[str]:
         """What is computed again, in pieces or elsewhere; or graphs, which combine with none."""
         if not has_experts and self.often(0.15):
             return ["--cuda-graphs"]
-        found = ["--torch-compile"] * (not has_experts and self.often(0.2))
+        found = [] if has_experts else self.drawn("?0.2 --torch-compile")
         kind = self.random.choice(("", "", "full", "selective"))
-        fitting = [
-            name
-            for name in RECOMPUTED
-            if (has_experts or not name.startswith("moe")) and (is_latent or name[:3] != "mla")
-        ]
+        if kind:
+            found += ["--recompute-granularity", kind]
         if kind == "full":
-            found += ["--recompute-granularity", "full"]
-            found += ["--distribute-saved-activations"] * self.often(0.2)
-            if self.often(0.3):
-                found += ["--recompute-method", self.random.choice(("uniform", "block"))]
-                found += ["--recompute-num-layers", self.random.choice(("1", "2"))]
+            found += self.drawn(
+                "?0.2 --distribute-saved-activations",
+                "?0.3 --recompute-method uniform|block --recompute-num-layers 1|2",
+            )
         elif kind == "selective":
+            fitting = [
+                name
+                for name in RECOMPUTED
+                if (has_experts or not name.startswith("moe"))
+                and (is_latent or not name.startswith("mla"))
+            ]
             modules = self.random.sample(fitting, self.random.choice((1, 2, 3)))
-            found += ["--recompute-granularity", "selective", "--recompute-modules", *modules]
-        if self.often(0.15):
-            found += ["--activation-offload", "--min-offloaded-tensor-size", "64"]
-            found += ["--activation-offload-fraction", "0.5"] * self.often(0.5)
-        found += ["--fused-linear-cross-entropy"] * self.often(0.2)
-        if not has_experts:
-            found += ["--tiled-mlp", "2"] * self.often(0.15)
-        return found
+            found += ["--recompute-modules", *modules]
+        away = "--activation-offload --min-offloaded-tensor-size 64"
+        return found + self.drawn(
+            f"?0.15 {away} ?0.5 --activation-offload-fraction 0.5",
+            "?0.2 --fused-linear-cross-entropy",
+            "" if has_experts else "?0.15 --tiled-mlp 2",
+        )
 
 
 def stages_of(ranks: int, pipeline: list[str]) -> int:

@@ -70,26 +70,15 @@ def document(ours: float, stall: float, others: float = 0.0) -> dict:
     return {"tmpfs, 1 process": {"place": "tmpfs", "quiet": 0.2, "runs": runs}}
 
 
+TIMES = {"torch.save's time by ours", "DCP's time by ours"}
+STALL = {"stall by memcpy of the shard"}
+
+
 @pytest.mark.parametrize(
-    ("ours", "stall", "others", "passed"),
+    "ours, stall, others, passed",
     [
-        (
-            1.2,
-            0.7,
-            0.0,
-            {
-                "time by raw pwrite's",
-                "torch.save's time by ours",
-                "DCP's time by ours",
-                "stall by memcpy of the shard",
-            },
-        ),
-        (
-            1.3,
-            0.7,
-            0.0,
-            {"torch.save's time by ours", "DCP's time by ours", "stall by memcpy of the shard"},
-        ),
+        (1.2, 0.7, 0.0, {"time by raw pwrite's"} | TIMES | STALL),
+        (1.3, 0.7, 0.0, TIMES | STALL),
         (1.6, 0.8, 0.0, set()),
         (1.2, 0.7, 0.5, set()),
     ],
@@ -99,6 +88,7 @@ def test_goals(ours, stall, others, passed):
     assert len(rows) == 4 and {row["what"] for row in rows if row.get("passed")} == passed
 
 
+@pytest.mark.full
 def test_who_writes_what(tmp_path, monkeypatch):
     """Forked processes save; the picture is XML and the table has a line for each way."""
     monkeypatch.setattr(parallel_write, "RANKS", 4)

@@ -1,5 +1,5 @@
-"""The benchmark of whole training runs: all sides do the same work, the criterion finds a
-difference, and the common evaluation is ours.
+"""The benchmark of whole training runs: all sides do the same work, and the common evaluation is
+ours.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import random
 import re
 import subprocess
 import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.benchmarks import convergence as tool
-from megatron.benchmarks.peers import common
 from megatron.benchmarks.peers.common import validation_loss
 from megatron.tools.generate import load_model
 
@@ -33,21 +31,6 @@ ROOT = Path(__file__).resolve().parents[3]
 TINY = replace(
     tool.shortened(20), layers=1, hidden=16, heads=2, seq=8, vocab=300, micro_batch=2, warmup=5
 )
-
-
-def peer(name: str, monkeypatch: pytest.MonkeyPatch, **modules: types.ModuleType):
-    """A script of benchmarks/peers/ as a module, with stand-ins for what it imports."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/peers"))
-    for module, stand_in in {"common": common, **modules}.items():
-        monkeypatch.setitem(sys.modules, module, stand_in)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    return __import__(name)
-
-
-@pytest.fixture
-def nanogpt(monkeypatch: pytest.MonkeyPatch):
-    yield peer("nanogpt_trained", monkeypatch, model=types.ModuleType("model"))
-    monkeypatch.delitem(sys.modules, "nanogpt_trained")
 
 
 def test_the_llama_shape_is_the_quickstarts(corpus):
@@ -78,20 +61,6 @@ def test_the_learning_rate_is_that_of_our_schedule(corpus):
     for step in range(tool.WORK.steps):
         wanted = schedule.learning_rate((step + 1) * tool.WORK.step_samples)
         assert tool.WORK.learning_rate(step) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_windows_drawn_once_do_not_overlap_and_leave_other_draws_alone(nanogpt):
-    torch.manual_seed(0)
-    draw = nanogpt.WindowsOnce(TINY, tokens=100)  # 12 windows of 8, and a token after the last
-    epoch = torch.cat([draw(92, (3,)) for _ in range(4)])
-    assert sorted(epoch.tolist()) == [8 * i for i in range(12)] != epoch.tolist()
-    assert sorted(torch.cat([draw(92, (3,)) for _ in range(4)]).tolist()) == sorted(epoch.tolist())
-    again = nanogpt.WindowsOnce(TINY, tokens=100)
-    assert torch.equal(torch.cat([again(92, (3,)) for _ in range(4)]), epoch)
-    torch.manual_seed(3)
-    other = draw(50, (6,))
-    torch.manual_seed(3)
-    assert torch.equal(other, torch.randint(50, (6,)))
 
 
 @pytest.fixture(scope="module")
@@ -178,41 +147,6 @@ def test_a_peer_that_does_other_work_is_refused(apart, fine, corpus, monkeypatch
     else:
         with pytest.raises(RuntimeError, match="litgpt does other work than ours: 0.003 apart"):
             tool.same_start(*corpus, {})
-
-
-def test_every_side_and_seed_runs_once_the_held_ones_first():
-    order = tool.turns(5)
-    assert len(set(order)) == len(order) == 5 * len(tool.SIDES)
-    held = [tool.SIDES[who].held for who, _ in order]
-    assert held == sorted(held, reverse=True) and not all(held)
-    firsts = [next(who for who, seed in order if seed == wanted) for wanted in range(1, 5)]
-    assert len(set(firsts)) == 4
-    assert tool.turns(2, ["nanoGPT"]) == [("nanoGPT", 1), ("nanoGPT", 2)]
-    assert {who for who, _ in tool.turns(2, ["litgpt", "ours, Llama shape"])} == {
-        "litgpt",
-        "ours, Llama shape",
-    }
-
-
-def test_another_commit_or_a_changed_file_of_nanogpt_is_refused(tmp_path, monkeypatch):
-    def git(*words: str) -> str:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        command = ["git", "-C", str(tmp_path), *identity, *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    with pytest.raises(SystemExit, match="is at commit none: clone nanoGPT"):
-        tool.check_nanogpt(tmp_path / "nowhere")
-    git("init", "-q")
-    (tmp_path / "train.py").write_text("pass\n")
-    git("add", ".")
-    git("commit", "-qm", "x")
-    with pytest.raises(SystemExit, match="check out 3adf61e"):
-        tool.check_nanogpt(tmp_path)
-    monkeypatch.setattr(tool, "NANOGPT", git("rev-parse", "HEAD"))
-    tool.check_nanogpt(tmp_path)
-    (tmp_path / "train.py").write_text("other\n")
-    with pytest.raises(SystemExit, match="has changes, undo them"):
-        tool.check_nanogpt(tmp_path)
 
 
 def test_the_recorded_rows_are_those_of_the_recorded_runs():

@@ -70,6 +70,7 @@ def test_our_command_line_asks_for_the_same_work():
     assert config.logging.log_interval == training.train_iters
 
 
+@pytest.mark.full
 def test_our_side_takes_turns_and_times_its_parts(tmp_path):
     work = tool.work_of(2, 2, rounds=1)
     write_start(tmp_path / "start", work, our_flags(work))

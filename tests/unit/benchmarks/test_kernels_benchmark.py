@@ -10,8 +10,6 @@ import pytest
 import torch
 from megatron.benchmarks import kernels as tool
 from megatron.benchmarks.peers import one_call
-from megatron.benchmarks.peers.kernel_cases import attention_case, attention_shapes
-from megatron.kernels.dispatch import OPERATORS
 
 pytestmark = pytest.mark.full
 
@@ -28,24 +26,6 @@ def test_every_case_runs(tmp_path, monkeypatch, capsys):
     assert len(ours) >= 14 and all(
         row["milliseconds"] > 0 and row["predicted_ms"] > 0 and row["fault"] is None for row in ours
     )
-    roles = {
-        operator: {
-            (row["case"], row["role"])
-            for row in found["rows"]
-            if row["operator"] == operator and row["role"]
-        }
-        for operator in OPERATORS
-    }
-    # what can be adopted
-    for operator in [
-        operator
-        for operator, names in OPERATORS.items()
-        if "triton" in names and operator != "attention"
-    ]:
-        cases = {case for case, _ in roles[operator]}
-        assert cases and roles[operator] == {
-            (case, role) for case in cases for role in ("kernel", "rival")
-        }
     assert found["limits"].keys() == {"FLOP", "byte"} and found["torch"] == torch.__version__
     assert found["finished"]
     table = (tmp_path / "kernels.md").read_text()
@@ -71,21 +51,6 @@ def test_faults_are_rows():
     assert len(bench.rows) == 3 and bench.rate(bench.rows[1]) == pytest.approx(
         1e5 / bench.rows[1].milliseconds
     )
-
-
-def test_attention_of_the_fused_projection_is_a_case():
-    (shape,) = [each for each in attention_shapes(tiny=True) if each.fused]
-    (full_size,) = [each for each in attention_shapes(tiny=False) if each.fused]
-    assert full_size[:5] == (8192, 1, 32, 8, 128)
-    bench = tool.Bench(torch.device("cpu"), True, deadline=float("inf"))
-    attention_case(bench, shape, None)
-    assert [(row.role, row.fault) for row in bench.rows] == [
-        ("kernel", None),  # forward
-        ("rival", None),
-        ("kernel", None),  # backward
-        ("", None),
-        ("rival", None),
-    ]
 
 
 class Timeline:

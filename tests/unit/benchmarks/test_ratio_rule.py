@@ -8,16 +8,22 @@ import pytest
 from megatron.benchmarks.ratio_rule import bootstrap, verdict
 
 
-def test_a_clear_win_passes_and_reports_its_median():
-    result = verdict([1.1, 1.2, 1.15, 1.12, 1.3, 1.09, 1.18], goal=1.0)
-    assert result.passed and result.median == 1.15 and result.pairs == 7
-    assert 1.09 <= result.low <= result.median <= result.high <= 1.3
-
-
-def test_the_median_must_reach_the_goal_itself():
-    ratios = [0.99] * 7
-    assert not verdict(ratios, goal=1.0).passed  # within the slack, but only the bound has slack
-    assert verdict(ratios, goal=0.99).passed
+@pytest.mark.parametrize(
+    "ratios, goal, upper, passed",
+    [
+        ([1.1, 1.2, 1.15, 1.12, 1.3, 1.09, 1.18], 1.0, False, True),
+        ([1.1] * 6, 1.0, False, False),  # too few pairs
+        ([0.99] * 7, 1.0, False, False),  # only the bound has slack, not the median
+        ([0.99] * 7, 0.99, False, True),
+        ([1.01] * 4 + [0.9] * 3, 1.0, False, False),  # the bound is beyond its slack
+        ([0.9] * 7, 1.0, True, True),
+        ([1.01] * 7, 1.0, True, False),
+    ],
+)
+def test_what_passes(ratios, goal, upper, passed):
+    result = verdict(ratios, goal, upper_limit=upper)
+    assert result.passed == passed and result.pairs == len(ratios)
+    assert min(ratios) <= result.low <= result.median <= result.high <= max(ratios)
 
 
 def test_the_interval_does_not_depend_on_the_order_and_narrows_with_pairs():

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 
 import pytest
-import torch
 from megatron.benchmarks import zero_gpu as tool
 
 from megatron.config.arguments import parse_arguments
@@ -44,7 +42,8 @@ def test_the_models_have_the_sizes_of_their_names():
 @pytest.mark.parametrize(
     "case",
     [
-        *(tool.Case("stages", "1.3B", stage, 2, 4) for stage in range(4)),
+        tool.Case("stages", "1.3B", 0, 2, 4),
+        tool.Case("stages", "1.3B", 2, 2, 4),
         tool.Case("users", "340M", 1, 2, 1, ranks=4),
         tool.Case("offload", "1.3B", 2, 2, 2, offload=True),
         tool.Case("params", "1.3B", 3, 2, 2, ranks=2, offload=True, params=True),
@@ -101,50 +100,3 @@ def test_cases_run_in_processes_of_their_own_and_failures_are_recorded(
         "not run" in row["failed"]
         for row in json.loads((tmp_path / "zero_gpu.json").read_text())["rows"]
     )
-
-
-def test_out_of_memory_is_a_result(monkeypatch, capsys):
-    def measure(case, tiny):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(tool, "measure", measure)
-    assert tool.main(["--case", json.dumps(asdict(ALL[0]))]) == 0
-    assert json.loads(capsys.readouterr().out.removeprefix("RESULT "))["failed"].startswith(
-        "out of memory"
-    )
-
-
-def row(case: tool.Case, milliseconds: float, peak: int) -> dict:
-    return asdict(case) | {
-        "milliseconds": milliseconds,
-        "peak": peak,
-        "planned_peak": peak,
-        "between": 0,
-        "planned_between": 0,
-        "skipped": 0,
-        "between_kinds": {"other": 0},
-        "error_percent": 4.0,
-        "tokens": 8192,
-    }
-
-
-def test_tables_set_ours_beside_theirs_and_tell_what_offload_costs():
-    users = [
-        row(case, 1.0, (case.stage + 1) * 2**30)
-        for case in ALL
-        if case.part == "users" and (case.model, case.stage) != ("1.8B", 3)
-    ]
-    offload = [
-        row(case, 100.0 + 300 * case.offload, 2**30) for case in ALL if case.part == "offload"
-    ]
-    table = tool.tables(
-        [*users, *offload, asdict(ALL[0]) | {"failed": "out of memory: 80 GiB\nmore"}]
-    )
-    assert "| ours, measured: GPT of 340M | 1024 | 2048 | 3072 | 4096 |" in table
-    assert "| ours, measured: GPT of 1.8B | 1024 | 2048 | 3072 | - |" in table
-    assert (
-        "theirs, published: BERT-large, 4 x V100 16 GB, 64 samples a GPU | 15853 | 13509 | "
-        "13499 | 14237 |"
-    ) in table
-    assert "| 8192 | 100.0 | 400.0 | 25% |" in table
-    assert "+4.0% **over the goal**" in table and "| out of memory: 80 GiB | - |" in table

@@ -21,10 +21,6 @@ def config_of(flags: str, ranks: int) -> Config:
     return resolve(parse_arguments([*MODEL.split(), *flags.split()]).config, ranks, VOCAB).config
 
 
-def test_a_channel_takes_what_nccl_was_seen_to_allocate():
-    assert CHANNEL_BYTES == 10485760 + 2097152
-
-
 PP = "--pipeline-model-parallel-size"
 TP = "--tensor-model-parallel-size"
 UNTIED = "--untie-embeddings-and-output-weights"

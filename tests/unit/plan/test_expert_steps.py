@@ -11,13 +11,12 @@ from unittest import mock
 
 import pytest
 from megatron.tools._plan.activations import Shape, layer_stage
-from megatron.tools._plan.advice import transfers
 from megatron.tools._plan.hardware import Hardware, load_hardware
 from megatron.tools._plan.layer_run import LayerRun
 from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.rows import read_rows
 from megatron.tools._plan.search import RECOMPUTE_EXPERTS, Search, layouts
-from megatron.tools._plan.step import StepModel, _stage_seconds, group_shapes
+from megatron.tools._plan.step import StepModel, group_shapes
 from megatron.tools._plan.step_table import estimate
 from megatron.tools._plan.tuning import tuning_lines
 from megatron.tools._plan.validate import predict_row
@@ -42,16 +41,9 @@ MODEL = (
 )
 VOCABULARY = 32000
 RESULTS = Path(__file__).resolve().parents[3] / "docs/results"
-NO_EXPERTS = {
-    "num_experts": None,
-    "moe_ffn_hidden_size": None,
-    "moe_router_topk": 2,
-    "moe_layer_freq": "1",
-}
 TOKENS, HIDDEN, CHOICES = 4096, 2048, 4
 SHARED = "--moe-shared-expert-intermediate-size 1024 --moe-shared-expert-gate "
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
-ETP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 "
 GATHER = "--moe-token-dispatcher-type allgather "
 
 
@@ -85,13 +77,12 @@ def test_a_layer_with_experts_computes_what_the_arithmetic_counts():
         assert whole.backward_input.flops == pytest.approx(layer.backward_input.flops + counted)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_experts_with_as_many_rows_are_run_once(device, monkeypatch):
+def test_experts_with_as_many_rows_are_run_once(monkeypatch):
     """Bytes and operations are those of a run in which each of 32 experts computes: 16 have 170
     rows and 16 have 171.
     """
     config = asked("--seq-length 1364 --grouped-gemm-backend torch ")
-    shape = Shape(resolve(config, 8, VOCABULARY).config, VOCABULARY, device)
+    shape = Shape(resolve(config, 8, VOCABULARY).config, VOCABULARY, "cpu")
     unit = shape.unit(layer_stage(shape, 1))
 
     def passes() -> list[tuple]:
@@ -137,22 +128,10 @@ def test_bytes_on_the_way_to_experts():
     assert sorted(sent(gathered.forward.exchanges, "ep", ep)) == pytest.approx(expected)
 
 
-def test_tensor_parallel_ranks_share_attention_alone():
-    """Unless there is a shared expert, or they share the matrices of every expert."""
-    alone, shared, divided = (
-        step(flags).operations.layer(1, NO_RECOMPUTE).forward for flags in (TP2, TP2 + SHARED, ETP2)
-    )
-    assert [each.axis for each in alone.exchanges] == ["tp"] * 2
-    assert [each.axis for each in shared.exchanges] == ["tp"] * 4
-    assert {each.axis for each in divided.exchanges} == {"tp", "etp"}
-    assert divided.flops == pytest.approx(alone.flops)  # half of a matrix, twice the rows
-
-
 @pytest.mark.parametrize(
     "flags, world",
     [
         (TP2 + "--expert-model-parallel-size 4 --zero-stage 2 ", 16),
-        ("--expert-model-parallel-size 2 --zero-stage 3 --zero-shard-size 4 ", 16),
         ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --zero-stage 1 " + TP2, 16),
     ],
 )
@@ -169,39 +148,6 @@ def test_groups_are_those_of_the_run(flags, world):
     for axis, group in own.items():
         nodes = {rank // 8 for rank in group.ranks}
         assert shapes[axis] == (len(group.ranks), len(nodes)), axis
-
-
-def test_parameters_of_a_step_are_those_of_the_plan_of_memory():
-    """Of each pipeline rank, experts and all others."""
-    flags = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --zero-stage 1 "
-    model = step(flags, 16)
-    ranks = MemoryPlan(model.config, VOCABULARY, 16).ranks
-    for held, rank in zip(model.rank_parameters, ranks, strict=True):
-        for kind, planned in (("dense", held.dense), ("expert", held.experts)):
-            own = [block.size for block in rank.blocks if block.layout.group == kind]
-            assert planned == pytest.approx(sum(own), rel=1e-3) and planned > 0
-
-
-def test_optimizer_state_of_experts_is_cut_over_all_ranks_that_hold_them():
-    """Which may be more than those that hold the same part of attention."""
-    config = resolve(asked(TP2 + "--zero-stage 1 "), 8, VOCABULARY).config
-    (rank,) = MemoryPlan(config, VOCABULARY, 8).ranks
-    shards = {block.layout.group: block.groups.shard.size for block in rank.blocks}
-    assert shards["dense"] == 4 and shards["expert"] == 8
-    cut = [block.size // block.groups.shard.size for block in rank.blocks if block.trained]
-    assert rank.static["optimizer"] == 12 * sum(cut)
-
-
-def test_fewer_bytes_make_a_dispatcher_faster(h100):
-    """Gathered tokens are less to send where fewer ranks hold experts than a token has of them."""
-    times = {
-        (ep, gather): step(f"--expert-model-parallel-size {ep} {gather}", 32)
-        .time(h100)
-        .spent["expert parallel"]
-        for ep in (2, 8)
-        for gather in ("", GATHER)
-    }
-    assert times[2, GATHER] < times[2, ""] and times[8, ""] < times[8, GATHER]
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -289,10 +235,9 @@ PAIRS = "--overlap-moe-expert-parallel-comm "
 WIDE = "--expert-model-parallel-size 16 --zero-stage 1 "
 
 
-@pytest.mark.parametrize("pipeline", ["", "--pipeline-model-parallel-size 2 "])
-def test_pairs_hide_what_is_sent_to_experts(h100, pipeline):
+def test_pairs_hide_what_is_sent_to_experts(h100):
     """All but the first forward and the last backward passes, at the price of what is slowed."""
-    alone, paired = (step(WIDE + pipeline + flags, 32) for flags in ("", PAIRS))
+    alone, paired = (step(WIDE + flags, 32) for flags in ("", PAIRS))
     before, after = alone.time(h100), paired.time(h100)
     assert after.seconds < before.seconds
     sent, left = (each.spent["expert parallel"] for each in (before, after))
@@ -300,62 +245,3 @@ def test_pairs_hide_what_is_sent_to_experts(h100, pipeline):
     for name in ("matrix products", "attention", "memory-bound kernels"):
         assert after.spent[name] == pytest.approx(before.spent[name])
     assert min(after.spent.values()) >= 0
-
-
-def test_a_single_pair_by_hand(h100):
-    """Two micro-batches: one forward pass, a pair, one backward pass."""
-    flags = WIDE + "--global-batch-size 64 " + PAIRS
-    model = step(flags, 32)
-    assert model.micro_batches == 2
-    pricing = model.pricing(h100)
-    stages = [_stage_seconds(pricing, units) for units in model.units]
-    ((forward, inputs, weights),) = stages
-    ahead, back = forward.exposed["ep"], inputs.exposed["ep"]
-    alone = forward.total + inputs.total + weights.total
-    computed = forward.total - ahead, alone - forward.total - back
-    hidden = min(ahead, computed[1]) + min(back, computed[0])
-    expected = 2 * alone - hidden * (1 - h100.slowdown)
-    assert model.passes_seconds(stages, pricing) == pytest.approx(expected)
-
-
-def test_a_search_keeps_pairs_where_they_can_be(h100):
-    config = resolve(asked(PAIRS + "--expert-model-parallel-size 2 "), 4, VOCABULARY).config
-    changes = list(layouts(config, VOCABULARY, 4, 8))
-    name = "overlap_moe_expert_parallel_comm"
-    assert values(changes, name) == {True, False}
-    search = Search(asked(PAIRS), VOCABULARY, 4, h100)
-    for change in changes[:: len(changes) // 12]:
-        each = search.candidate(change)
-        ep = change["distributed", "expert_model_parallel_size"]
-        if each is None:
-            continue
-        is_paired = each.config.distributed.overlap_moe_expert_parallel_comm
-        assert (
-            is_paired
-            or ep == 1
-            or change["model", "moe_token_dispatcher_type"] == "allgather"
-            or (step(each.flags, 4).micro_batches == 1)
-        )
-        bound = each.seconds
-        search.simulate(each)
-        assert bound <= each.seconds * (1 + 1e-9)
-
-
-def test_gradients_of_experts_need_more_tokens_to_hide():
-    """Where every rank holds all 32 experts, of which a token has 4, a gradient is sent for eight
-    times the work; where no other rank holds the same ones, none is sent for the same work.
-    """
-    flags = "--zero-stage 1 --moe-layer-freq 1 --num-experts 32 "
-    dense, whole, divided = (
-        transfers(resolve(config, 32, VOCABULARY).config, 32)[0].tokens_needed
-        for config in (
-            asked("--zero-stage 1 ").with_fields("model", **NO_EXPERTS),
-            asked(flags),
-            asked(flags + "--expert-model-parallel-size 32 "),
-        )
-    )
-    attention, experts = 4 * HIDDEN * HIDDEN, 3 * HIDDEN * 768
-    rest = attention + 32 * HIDDEN + 2 * HIDDEN
-    active = rest + CHOICES * experts
-    assert whole == pytest.approx(dense * (rest + 32 * experts) / active, rel=1e-3)
-    assert divided == pytest.approx(dense * rest / active, rel=1e-3)

@@ -21,7 +21,6 @@ LATENT = (
 )
 # larger ones are cut into pieces
 WHOLE_GEMMS = "--no-tp-comm-overlap "
-ZERO_BUBBLE = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble "
 
 
 EP, SAMPLES = "--expert-model-parallel-size", "--micro-batch-size"
@@ -43,10 +42,7 @@ def size(each: MeasuredPass) -> tuple:
     [
         (SAMPLES, TP2 + WHOLE_GEMMS + f"{EP} 8 " + LATENT, 1, NO_RECOMPUTE),
         (SAMPLES, "--moe-token-dispatcher-type allgather ", 1, choice_of("layernorm+moe")),
-        (SAMPLES, TP2 + WHOLE_GEMMS + ZERO_BUBBLE, 0, NO_RECOMPUTE),
-        (SAMPLES, f"{EP} 8 ", 1, WHOLE),
         (SAMPLES, "--vocab-size 2000 ", -1, NO_RECOMPUTE),
-        (EP, TP2 + LATENT, 1, NO_RECOMPUTE),
         (EP, "", 1, WHOLE),
     ],
 )

@@ -1,4 +1,6 @@
-"""The memory estimate against the tensors that autograd keeps and the buffers that exist."""
+"""The plan of what autograd keeps on tensor-parallel ranks; and the models with which other tests of
+memory are made.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.tools._plan.activations import Shape, unit_bytes
-from megatron.tools._plan.memory import MemoryPlan, rank_memories
 from unit.by_hand import forward
 from unit.storages import Storages
 
@@ -23,7 +24,7 @@ from megatron.config.groups import (
 )
 from megatron.config.validate import resolve
 from megatron.distributed.groups import Layout, build_groups
-from megatron.model.arithmetic import padded_vocab_size, parameter_count
+from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels, compute_dtype
 from megatron.model.layer import MicroBatch
@@ -93,15 +94,10 @@ def with_cpu_kernels(config: Config) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def bytes_of_units(config: Config) -> list[int]:
-    """Bytes that each unit keeps of one micro-batch on a CPU."""
-    units = unit_bytes(Shape(config, VOCAB, "cpu"), whole(config.model)[0])
-    return [unit.saved + unit.logits for unit in units]
-
-
 def planned(config: Config) -> int:
     """Bytes that one micro-batch keeps of the whole model on a CPU."""
-    return sum(bytes_of_units(config))
+    units = unit_bytes(Shape(config, VOCAB, "cpu"), whole(config.model)[0])
+    return sum(unit.saved + unit.logits for unit in units)
 
 
 def whole_model(config: Config) -> tuple[GPTModel, MicroBatch]:
@@ -148,76 +144,3 @@ def kept_bytes(config: Config) -> int:
 def test_activations_of_tensor_parallel_ranks(gloo_world, model, sp):
     config = configure(tp=2, sp=sp, **model)
     assert gloo_world(2).run(kept_bytes, config) == [planned(config)] * 2
-
-
-@pytest.mark.parametrize("tp, world", [(1, 1), (1, 8), (4, 4), (4, 16)])
-@pytest.mark.parametrize(
-    "precision, per_parameter",
-    [
-        (PrecisionConfig(bf16=True), 18),
-        (PrecisionConfig(), 16),
-        (PrecisionConfig(fp64=True), 32),
-    ],
-)
-def test_static_bytes(precision, per_parameter, tp, world):
-    config = configure(precision, tp=tp, world=world)
-    sizes = MemoryPlan(config, VOCAB, world).fullest.sizes()
-    stored = parameter_count(config.model, padded_vocab_size(VOCAB, config.model, tp), tp)["total"]
-    padding = 64 * world // tp * 3  # of three blocks; every tensor here is a multiple of 64
-    held = rank_memories(config, VOCAB, world)[0].static
-    assert 0 <= sum(held.values()) - per_parameter * stored < per_parameter * padding
-    assert (
-        all(sizes[name] == held[name] for name in ("parameters", "optimizer"))
-        and sizes.get("gradients", 0) <= held["gradients"]
-    )
-    assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
-    sgd = dataclasses.replace(
-        config, optimizer=dataclasses.replace(config.optimizer, optimizer="sgd")
-    )
-    assert (
-        sizes["optimizer"] - MemoryPlan(sgd, VOCAB, world).fullest.sizes()["optimizer"]
-        == held["gradients"]
-    )
-
-
-def test_full_recompute_keeps_one_layer_and_the_inputs_of_the_others():
-    full = {"recompute_granularity": "full"}
-    nine, eight = (planned(configure(training=full, num_layers=layers, **DRY)) for layers in (9, 8))
-    assert nine - eight == SEQ * BATCH * 64 * 4
-    assert (
-        planned(configure(training=full, num_layers=9, tp=4, **DRY))
-        - planned(configure(training=full, num_layers=8, tp=4, **DRY))
-        == SEQ * BATCH * 64 * 4
-    )
-    nine, eight = (
-        planned(configure(training=full, num_layers=layers, tp=4, sp=True, **DRY))
-        for layers in (9, 8)
-    )
-    assert nine - eight == SEQ * BATCH * 64 * 4 // 4
-    assert (
-        extra(MemoryPlan(configure(training=full, num_layers=8), VOCAB, 1).fullest.sizes())
-        < extra(MemoryPlan(configure(), VOCAB, 1).fullest.sizes()) * 1.1
-    )
-
-
-def extra(sizes: dict[str, int]) -> int:
-    """What lives in addition to the resident state."""
-    return sizes["total"] - sizes["parameters"] - sizes.get("gradients", 0) - sizes["optimizer"]
-
-
-def test_what_tensor_and_sequence_parallelism_divide():
-    # the layers alone: embedding and loss keep which tokens they hold of a divided vocabulary
-    one, tp, sp = (
-        sum(bytes_of_units(configure(tp=size, sp=sequence, **DRY))[1:-1])
-        for size, sequence in ((1, False), (4, False), (4, True))
-    )
-    assert sp * 4 == one and sp < tp < one
-    one, tp, sp = (
-        rank_memories(configure(tp=size, sp=sequence, **DRY), VOCAB, size)[0]
-        for size, sequence in ((1, False), (4, False), (4, True))
-    )
-    assert (
-        tp.peak.most["logits"] == sp.peak.most["logits"] == SEQ * BATCH * 4 * 128
-        and one.peak.most["logits"] == SEQ * BATCH * 4 * 384
-    )
-    assert sp.static == tp.static

@@ -48,7 +48,7 @@ def drawn(seed: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.default("1", "5", "10", "11")
+@pytest.mark.default("1", "10")
 def test_every_command_has_an_answer(seed):
     flags, layout = drawn(seed)
     found = json.loads(run("step", ["--json", *flags, *layout])[0])
@@ -62,7 +62,7 @@ def test_every_command_has_an_answer(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.default("0", "3")
+@pytest.mark.default("3")
 def test_a_layout_that_a_search_prints_takes_what_it_says(seed):
     flags, _ = drawn(seed)
     text = "\n".join(run("search", flags))

@@ -40,14 +40,9 @@ PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 128"
 CASES = {  # ranks, layers, flags
     "one rank": (1, 3, LLAMA),
-    "gpt": (1, 3, "--hidden-dropout 0.1"),
     "pp2": (2, 6, f"{LLAMA} {PP2}"),
     "pp2, zero-bubble": (2, 4, f"{LLAMA} {PP2} --pipeline-schedule zero-bubble"),
-    "pp2, two stages a rank": (
-        2,
-        4,
-        f"{LLAMA} {PP2} --num-virtual-stages-per-pipeline-rank 2",
-    ),
+    "pp2, two stages a rank": (2, 4, f"{LLAMA} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "zero 3": (4, 3, f"{LLAMA} --zero-stage 3"),
     "tp2 sp": (2, 3, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel"),
     "experts": (2, 3, f"{LLAMA} {EXPERTS} --expert-model-parallel-size 2"),
@@ -84,7 +79,7 @@ def named(steps: PlannedSteps, layers: list[int], options: list[str], row) -> di
     }
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("gpt", "pp2", "experts")])
+@pytest.mark.parametrize("name", ["pp2, zero-bubble", "zero 3", "tp2 sp", "experts, pp2"])
 def test_the_bytes_of_all_candidates_are_those_of_the_plan(name):
     steps = steps_of(name)
     options = worthwhile(steps.shape)
@@ -99,6 +94,7 @@ def test_the_bytes_of_all_candidates_are_those_of_the_plan(name):
 
 
 @pytest.mark.parametrize("name", ["pp2, two stages a rank", "experts"])
+@pytest.mark.default("pp2, two stages a rank")
 def test_no_cheaper_choice_fits(name):
     """Against every choice of every layer, in any order, each planned by itself."""
     steps = steps_of(name)
@@ -164,7 +160,6 @@ def test_the_choice_and_its_reasons():
     "flags, counted",
     [
         ("", ""),
-        ("--recompute-granularity full --recompute-num-layers 2", "full (groups of 2 layers)"),
         (
             "--recompute-granularity selective --recompute-modules mlp layernorm",
             "selective (mlp, layernorm)",
@@ -196,15 +191,8 @@ def test_nothing_fits():
             "--recompute auto: is not supported with --recompute-granularity full",
         ),
         ("--recompute full", "--recompute full: auto chooses; give --recompute-granularity full"),
-        ("--recompute-layers full*2", "covers 2 layers, not --num-layers 3"),
         ("--recompute-layers all*3", "--recompute-layers: 'all*3': 'all' is none of none, full"),
-        ("--recompute-layers mlp*0 full*3", "'mlp*0': * must be followed by the number of layers"),
         ("--recompute-layers layernorm+moe*3", "moe is a part of --num-experts, which is not set"),
-        ("--recompute-layers full+mlp*3", "'full' is none of none"),
-        (
-            "--recompute-layers mlp*3 --torch-compile",
-            "--recompute-layers mlp*3: is not supported with --torch-compile",
-        ),
         (
             "--recompute auto --memory-budget 3 --cuda-graphs",
             "--cuda-graphs: is not supported with --recompute auto",

@@ -59,31 +59,12 @@ def test_the_page_holds_curves_figures_and_configuration(tmp_path, capsys):
     assert report.main([run]) == 0
     page = (tmp_path / "report.html").read_text()
     assert page.count("class=picture") == 5
-    for text in (
-        "Training report",
-        "nats per token",
-        "Learning rate",
-        "tokens/s",
-        "GiB",
-        "validation",
-        "restart",
-        "model.num_layers",
-        "12,800",
-        "4.5000",
-    ):
+    shown = "nats per token;Learning rate;tokens/s;GiB;validation;restart;12,800;4.5000"
+    for text in ("Training report", "model.num_layers", *shown.split(";")):
         assert text in text_of(page), text
     assert "&lt;b&gt;" in page and "<b></td>" not in page
     assert "://" not in page
     assert str(tmp_path / "report.html") in capsys.readouterr().out
-
-
-def test_the_same_run_gives_the_same_page(tmp_path):
-    run = folder(tmp_path)
-    pages = []
-    for name in ("a.html", "b.html"):
-        assert report.main([run, "--output", str(tmp_path / name)]) == 0
-        pages.append((tmp_path / name).read_text())
-    assert pages[0] == pages[1]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +76,6 @@ def test_the_same_run_gives_the_same_page(tmp_path):
             "expected 4.5200 ± 0.05, got 4.5000 (difference -0.0200): as expected",
         ),
         (["--expected-validation-loss", "4.4", "--tolerance", "0.05"], 1, "NOT as expected"),
-        (
-            ["--expected-validation-loss", "4.4"],
-            0,
-            "expected 4.4000, got 4.5000 (difference +0.1000)",
-        ),
     ],
 )
 def test_expected_against_got(tmp_path, capsys, flags, code, words):
@@ -110,7 +86,7 @@ def test_expected_against_got(tmp_path, capsys, flags, code, words):
     )
 
 
-def test_several_runs_are_beside_each_other(tmp_path):
+def test_several_runs_are_compared(tmp_path):
     """The table, the legend with the flags that differ and no others, losses where both have been,
     and of each metric a curve a run.
     """
@@ -197,7 +173,7 @@ def test_events_of_rows_and_of_the_events_file(tmp_path):
     assert "&lt;i&gt;never" in page and "<i>never" not in page
 
 
-def test_prediction_beside_measurement(tmp_path):
+def test_prediction_next_to_measurement(tmp_path):
     rows = [
         {"iteration": i, "iteration-time": t, "predicted-iteration-time": 0.9}
         for i, t in enumerate((5.0, 1.0, 1.0), 1)
@@ -248,7 +224,7 @@ def test_how_to_get_a_profile_and_a_damaged_one(tmp_path):
     assert "--profile-step-start" not in output.read_text()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    for text in ("{", "[]", '{"traceEvents": [3]}', "[" * 100_000):
+    for text in ("{", "[" * 100_000):
         (elsewhere / "rank-0.trace.json").write_text(text)
         (elsewhere / "rank-x.trace.json").write_text(text)
         config = {"config": {"logging": {"profile_dir": str(elsewhere)}}}

@@ -62,7 +62,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         assert main([*RUN, "--save", str(save), "--load", str(save), *flags]) == 0
     assert report.main([str(fast), str(slow), "--output", str(folder / "pair.html")]) == 0
     assert report.main([str(fast), "--output", str(folder / "one.html")]) == 0
-    assert report.main([str(STUDY), "--output", str(folder / "study.html")]) == 0
     assert report.main([str(fast), str(STUDY), "--output", str(folder / "all.html")]) == 0
     return [fast, slow]
 
@@ -142,46 +141,6 @@ def test_every_row_is_a_point_and_in_its_place(browser: Browser, pair: list[Path
     assert kinds.count("restart") == 1  # only the first run was resumed
 
 
-def test_other_axes(browser: Browser, pair: list[Path]):
-    """Over time the points lie where the clock of the rows puts them."""
-    browser.open(pair[0].with_name("one.html"))
-    labels = browser.run("[...document.querySelectorAll('#axis option')].map(one => one.text)")
-    assert [label.split(" (")[0] for label in labels] == [
-        "iteration",
-        "samples",
-        "tokens",
-        "training time, without restarts",
-        "time since the first row",
-    ]
-    rows = read_metrics(pair[0])
-    trained = list(_sums(row["iteration-time"] for row in rows))
-    elapsed = [row["timestamp"] - rows[0]["timestamp"] for row in rows]
-    for number, expected in enumerate(
-        (
-            [row["iteration"] for row in rows],
-            [row["consumed_samples"] for row in rows],
-            [row["consumed-tokens"] for row in rows],
-            trained,
-            elapsed,
-        )
-    ):
-        drawn = choose(browser, "#axis", number)
-        assert drawn["Loss"]["texts"][-1] == labels[number]
-        (line,) = of_class(drawn, "Learning rate", "curve")
-        left, right = line[0][0], line[-1][0]
-        assert right - left > 400
-        for (x, _), value in zip(line, expected, strict=True):
-            share = (value - expected[0]) / (expected[-1] - expected[0])
-            assert abs(left + share * (right - left) - x) < 0.11
-
-
-def _sums(values: Iterator[float]) -> Iterator[float]:
-    total = 0.0
-    for value in values:
-        total += value
-        yield total
-
-
 def test_the_pointer_shows_values_and_a_drag_enlarges(browser: Browser, pair: list[Path]):
     browser.open(pair[0].with_name("pair.html"))
     box = browser.run(
@@ -239,20 +198,20 @@ def bars(browser: Browser, heading: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("width", [400, 1400])
 def test_time_is_shown_as_the_files_say(browser: Browser, pair: list[Path], width: int):
-    """Goodput and the parts of the profiled steps, of one run and of two, as numbers and bars."""
-    found = [goodput(run) for run in pair]
+    """Goodput and the parts of the profiled steps, as numbers and bars."""
+    found = goodput(pair[0])
     browser.open(pair[0].with_name("one.html"), width)
     ((head, *rows),) = tables(browser, "Goodput")
-    assert head == ["cause", "seconds", "share"] and rows.pop()[1] == f"{found[0].wall:,.1f}"
+    assert head == ["cause", "seconds", "share"] and rows.pop()[1] == f"{found.wall:,.1f}"
     assert [row[0].split(":")[0] for row in rows] == ["productive", *CAUSES, "other"]
-    expected = [seconds for _, seconds in found[0].rows()]
+    expected = [seconds for _, seconds in found.rows()]
     assert [row[1] for row in rows] == [f"{seconds:,.1f}" for seconds in expected]
-    assert [row[2] for row in rows] == [f"{each / found[0].wall:.1%}" for each in expected]
+    assert [row[2] for row in rows] == [f"{each / found.wall:.1%}" for each in expected]
     (bar,) = bars(browser, "Goodput")
     above = [max(0.0, seconds) for seconds in expected]
     assert bar == pytest.approx([each / sum(above) for each in above if each], abs=0.01)
     text = browser.run("document.body.innerText")
-    assert f"Goodput {found[0].productive / found[0].wall:.1%} of {found[0].wall:.1f} s" in text
+    assert f"Goodput {found.productive / found.wall:.1%} of {found.wall:.1f} s" in text
 
     steps = step_table(pair[0] / "profile")
     assert [step.iteration for step in steps] == [4, 5]
@@ -264,24 +223,13 @@ def test_time_is_shown_as_the_files_say(browser: Browser, pair: list[Path], widt
     assert row[4:] == [f"{1000 * part:.1f} ({100 * part / whole:.0f}%)" for part in parts]
     (bar,) = bars(browser, "Where the steps went")
     assert bar == pytest.approx([part / whole for part in parts if part], abs=0.01)
-
-    browser.open(pair[0].with_name("pair.html"), width)
-    ((_, *rows),) = tables(browser, "Goodput")
-    for row, run, own in zip(rows, pair, found, strict=True):
-        seconds = [f"{each:,.1f} ({each / own.wall:.1%})" for _, each in own.rows()]
-        assert row == [run.name, "", f"{own.starts}", f"{own.wall:,.1f}", *seconds]
-    ((_, *rows),) = tables(browser, "Where the steps went")
-    assert [row[:2] for row in rows] == [[run.name, "rank 0"] for run in pair]
     assert browser.complaints == []
 
 
-@pytest.mark.parametrize("name", ["study", "all"])
 @pytest.mark.parametrize("width", [400, 1400])
-def test_a_study_is_shown_as_it_was_recorded(
-    browser: Browser, pair: list[Path], name: str, width: int
-):
+def test_a_study_is_shown_as_it_was_recorded(browser: Browser, pair: list[Path], width: int):
     """The table, and a chart whose bars and error bars are as long as the recorded figures."""
-    browser.open(pair[0].with_name(f"{name}.html"), width)
+    browser.open(pair[0].with_name("all.html"), width)
     shown = tables(browser, "Study two_cores")
     lines = (STUDY / "table.md").read_text().splitlines()
     written = [line.strip("| ").split(" | ") for line in lines if line[:2] == "| "]
