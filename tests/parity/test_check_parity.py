@@ -82,7 +82,6 @@ def test_mistakes_are_named_before_anything_runs(given, message, capsys):
             "1 1 2 --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule interleaved",
             (1, 1, 2, 2),
         ),
-        ("", 1, "1 1 1", (1, 1, 1, 1)),
     ],
 )
 def test_layouts_are_words(layout, ranks, flags, sizes):

@@ -210,39 +210,6 @@ def test_embedding_head_and_loss(gloo_world, sequence):
     assert found == expected
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
-@pytest.mark.parametrize(
-    "size, flags, wire",
-    [
-        (2, "", FP32),
-        (4, "", FP32),
-        (2, "--no-overlap-grad-reduce", FP32),
-        (2, "--grad-reduce-in-bf16", 2),
-    ],
-    ids=["dp2", "dp4", "serial", "bf16"],
-)
-def test_data_parallelism(gloo_world, size, flags, wire, micro_batch):
-    """A step: each rank sends 2 (N-1)/N of the gradient, once, whatever the number of
-    micro-batches; padding to slices is the only extra.
-    """
-    if micro_batch * size > 8:
-        pytest.skip("the global batch is 8 samples")
-    # every tensor a multiple of 64 elements: only blocks are padded
-    vocabulary, positions, h = 50, SEQ, 64
-    parameters = (vocabulary + positions + 2) * h + LAYERS * (12 * h**2 + 13 * h)
-    padding = (1 + LAYERS) * 64 * size  # each block to equal slices on a grid of 64
-    flags = f"--hidden-size {h} --micro-batch-size {micro_batch} {flags}".split()
-    for calls in gloo_world(size).run(count, (*SHORT, *flags)):
-        sent = Counter()
-        for call in calls:
-            sent[call.kind if call.caller.startswith("Zero.") else "else"] += call.bytes / STEPS
-        least = (size - 1) / size * parameters * wire
-        assert set(sent) == {"all-gather", "reduce-scatter", "else"}
-        assert sent["all-gather"] == sent["reduce-scatter"]
-        assert least <= sent["reduce-scatter"] <= least * (1 + padding / parameters)
-        assert sent["else"] < 400  # the step's scalars
-
-
 @pytest.mark.parametrize(
     "layout, precision, activation, gradient",
     [

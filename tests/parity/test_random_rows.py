@@ -27,13 +27,6 @@ def test_a_random_layout_is_the_same_run(gloo_world, seed):
 
 
 @pytest.mark.full
-def test_another_run_is_noticed(gloo_world):
-    """Negative control: in the layout other dropout, weights and samples."""
-    case = first(lambda case: not case.is_resumed)
-    assert faults(with_flags(case, "--seed", "7"), gloo_world)
-
-
-@pytest.mark.full
 def test_another_narrow_run_is_noticed(gloo_world):
     """Negative control of runs in bf16: a learning rate a little lower."""
     case = first(lambda case: case.is_narrow and not case.layouts[0].patches)

@@ -26,19 +26,20 @@ FULL = "--recompute-granularity full "
 
 def model(layers: int, hidden: int, heads: int, groups: int, ffn: int, more: str = LLAMA) -> str:
     """Flags of a model's sizes."""
+    sizes = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
     grouped = f"--group-query-attention --num-query-groups {groups} " if groups != heads else ""
-    return (
-        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
-        f"--ffn-hidden-size {ffn} {grouped}{more}"
-    )
+    return f"{sizes}--ffn-hidden-size {ffn} {grouped}{more}"
 
 
+SELECTIVE = "--recompute-granularity selective --recompute-modules "
+HOST = "--optimizer-cpu-offload --optimizer-offload-fraction 1 "
 L8B = model(32, 4096, 32, 8, 14336)
 L7B = model(32, 4096, 32, 32, 11008)
 L70B = model(80, 8192, 64, 8, 28672)
 GPT3 = model(96, 12288, 96, 96, 49152, "--disable-bias-linear ")
 MPT7B = model(32, 4096, 32, 32, 16384, "--disable-bias-linear ")
 MPT30B = model(48, 7168, 56, 56, 28672, "--disable-bias-linear ")
+L16K = model(21, 16384, 128, 16, 53248)
 
 
 def seconds(
@@ -76,11 +77,7 @@ def speed(slow: tuple, fast: tuple) -> float:
 
 PP4 = (L70B + FP8 + layout(4, 4, virtual=5), 32, 128)
 EFFECTS = {
-    "PP 4 to 8, 70B, fp8": (
-        -0.06,
-        (L70B + FP8 + layout(4, 8, virtual=5), 32, 128),
-        PP4,
-    ),
+    "PP 4 to 8, 70B, fp8": (-0.06, (L70B + FP8 + layout(4, 8, virtual=5), 32, 128), PP4),
     "strong scaling of 175B from 96 to 4,608 GPUs": (
         42 / 47 - 1,
         (GPT3 + layout(8, 12, virtual=8), 4608, 1152, 2048),
@@ -98,11 +95,7 @@ EFFECTS = {
     ),
     "the activation's product computed again, 8B": (
         -0.02,
-        (
-            L8B + "--recompute-granularity selective --recompute-modules mlp_act " + layout(),
-            8,
-            128,
-        ),
+        (L8B + SELECTIVE + "mlp_act " + layout(), 8, 128),
         (L8B + layout(), 8, 128),
     ),
     "fp8, h 4096": (0.31, (L8B + FP8 + layout(cp=2), 8, 128), (L8B + layout(cp=2), 8, 128)),
@@ -113,8 +106,8 @@ EFFECTS = {
     ),
     "fp8, h 16384": (
         0.60,
-        (model(21, 16384, 128, 16, 53248) + FP8 + layout(8, 3, 2, virtual=7), 96, 126),
-        (model(21, 16384, 128, 16, 53248) + layout(8, 3, 2, virtual=7), 96, 126),
+        (L16K + FP8 + layout(8, 3, 2, virtual=7), 96, 126),
+        (L16K + layout(8, 3, 2, virtual=7), 96, 126),
     ),
     "collectives of tensor parallelism overlapped with GEMMs, 70B": (
         0.09,
@@ -123,12 +116,7 @@ EFFECTS = {
     ),
     "the optimizer in host memory": (
         1 / 4.2 - 1,
-        (
-            L8B + "--optimizer-cpu-offload --optimizer-offload-fraction 1 " + layout(),
-            8,
-            8,
-            2048,
-        ),
+        (L8B + HOST + layout(), 8, 8, 2048),
         (L8B + layout(), 8, 8, 2048),
     ),
 }
@@ -153,7 +141,7 @@ OFF = {
     # published for a mixture of experts of 16B
     "the up-projection computed again, 8B": (
         -0.05,
-        (L8B + "--recompute-granularity selective --recompute-modules mlp " + layout(), 8, 128),
+        (L8B + SELECTIVE + "mlp " + layout(), 8, 128),
         (L8B + layout(), 8, 128),
     ),
 }

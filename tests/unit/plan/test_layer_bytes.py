@@ -12,12 +12,12 @@ import pytest
 import torch
 from megatron.tools._plan.activations import Shape, forget_passes, unit_bytes
 from megatron.tools._plan.layer_run import LayerRun
-from test_memory import DRY, GROUPED, KERNELS, LATENT, ROPE, VOCAB, configure, whole_model
+from memory_models import DRY, GROUPED, LATENT, LLAMA, VOCAB, configure, whole_model
 from unit.by_hand import backward_input, forward, loss_gradient
 from unit.storages import Storages
 from unit.zero.measure import launches_of_nothing
 
-from megatron.config.groups import Config, PrecisionConfig
+from megatron.config.groups import Config
 from megatron.config.recompute import INSIDE
 from megatron.model import layer as model_layer
 from megatron.model.gpt import GPTModel
@@ -27,52 +27,39 @@ from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.offload import OffloadingRunner, Pass, Route
 from megatron.parallel.schedule import Kind
 
-FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
-LLAMA = {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"}
-PLAIN = {"attention_backend": "plain"}
-
-
-def again(*modules: str) -> dict:
-    """Flags that recompute these modules."""
-    return {"recompute_granularity": "selective", "recompute_modules": modules}
-
-
-CHEAP = again("layernorm", "mlp_act")
-MOST = again("layernorm", "qkv", "core_attn", "mlp")
-FULL = {"recompute_granularity": "full"}
-OFFLOAD = {"activation_offload": True, "min_offloaded_tensor_size": 1}
-# name: precision, model, training
-ROWS: dict[str, tuple[PrecisionConfig, dict, dict]] = {
-    "gpt, cheap modules again": (FP32, {}, CHEAP),
-    "llama": (FP32, LLAMA, {}),
-    "llama, most modules again": (FP32, LLAMA, MOST),
-    "llama, bf16, whose attention is computed in fp32": (BF16, LLAMA, CHEAP),
-    "llama, MLP in pieces": (FP32, {**LLAMA, "tiled_mlp": 4}, {}),
-    "norms of queries, plain": (FP32, {**DRY, **GROUPED, **PLAIN, "qk_layernorm": True}, MOST),
-    "window, squared relu": (FP32, {**DRY, "window_size": 8, "activation": "squared-relu"}, MOST),
-    "geglu, dropout, MLP in pieces": (FP32, {"activation": "geglu", "tiled_mlp": 4}, MOST),
-    "latent, up-projection again": (FP32, LATENT, again("layernorm", "mla_up_proj", "core_attn")),
-    "latent, plain": (FP32, {**LATENT, **PLAIN, "q_lora_rank": None}, MOST),
-    "llama, on the host": (FP32, LLAMA, OFFLOAD),
-    "llama, large tensors of half of the layers on the host": (
-        FP32,
-        LLAMA,
-        {**OFFLOAD, "min_offloaded_tensor_size": 1 << 14, "activation_offload_fraction": 0.5},
+PLAIN = "--attention-backend plain"
+KERNELS = " ".join(
+    f"--{operator}-backend triton"
+    for operator in ("attention", "norm", "activation", "dropout", "cross-entropy")
+)
+AGAIN = "--recompute-granularity selective --recompute-modules"
+CHEAP, MOST = f"{AGAIN} layernorm mlp_act", f"{AGAIN} layernorm qkv core_attn mlp"
+FULL = "--recompute-granularity full"
+OFFLOAD = "--activation-offload --min-offloaded-tensor-size 1"
+LARGE = "--min-offloaded-tensor-size 16384 --activation-offload-fraction 0.5"
+ROWS = {
+    "gpt, cheap modules again": CHEAP,
+    "llama": LLAMA,
+    "llama, most modules again": f"{LLAMA} {MOST}",
+    "llama, bf16, whose attention is computed in fp32": f"{LLAMA} --bf16 {CHEAP}",
+    "llama, MLP in pieces": f"{LLAMA} --tiled-mlp 4",
+    "norms of queries, plain": f"{DRY} {GROUPED} {PLAIN} --qk-layernorm {MOST}",
+    "window, squared relu": f"{DRY} --window-size 8 --activation squared-relu {MOST}",
+    "geglu, dropout, MLP in pieces": f"--geglu --tiled-mlp 4 {MOST}",
+    "latent, up-projection again": (
+        f"{LATENT} --q-lora-rank 24 {AGAIN} layernorm mla_up_proj core_attn"
     ),
+    "latent, plain": f"{LATENT} {PLAIN} {MOST}",
+    "llama, on the host": f"{LLAMA} {OFFLOAD}",
+    "llama, large tensors of half of the layers on the host": f"{LLAMA} {OFFLOAD} {LARGE}",
     "llama, inputs of attention on the host": (
-        FP32,
-        LLAMA,
-        {**OFFLOAD, "offload_modules": ("qkv_linear", "core_attn", "attn_proj")},
+        f"{LLAMA} {OFFLOAD} --offload-modules qkv_linear core_attn attn_proj"
     ),
-    "llama, bf16, layer inputs on the host": (BF16, LLAMA, {**FULL, **OFFLOAD}),
+    "llama, bf16, layer inputs on the host": f"{LLAMA} --bf16 {FULL} {OFFLOAD}",
 }
 OURS = {
-    "llama, our kernels": (FP32, {**LLAMA, **KERNELS, "tiled_mlp": 4}, MOST),
-    "latent, our kernels": (
-        FP32,
-        {**LATENT, **KERNELS, "rotary_backend": "auto"},
-        again("layernorm", "mla_up_proj"),
-    ),
+    "llama, our kernels": f"{LLAMA} {KERNELS} --rotary-backend triton --tiled-mlp 4 {MOST}",
+    "latent, our kernels": f"{LATENT} --q-lora-rank 24 {KERNELS} {AGAIN} layernorm mla_up_proj",
 }
 MICRO_BATCHES = 2
 
@@ -119,8 +106,7 @@ def planned(config: Config) -> tuple[int, int]:
 
 
 def of_row(name: str) -> Config:
-    precision, model, training = {**ROWS, **OURS}[name]
-    return configure(precision, training=training, **model)
+    return configure({**ROWS, **OURS}[name])
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -152,7 +138,7 @@ def test_bytes_with_our_kernels_are_those_that_live(name):
 @pytest.mark.parametrize("model", [LLAMA, LATENT], ids=["llama", "latent"])
 def test_bytes_that_wait_for_weight_gradients_are_those_that_live(model):
     """Of backward passes in two halves."""
-    config = configure(FP32, **model)
+    config = configure(model)
     split = config.with_fields("distributed", pipeline_schedule="zero-bubble")
     units = unit_bytes(Shape(split, VOCAB, "cpu"), whole(config.model)[0])
     model, micro = whole_model(config)
@@ -174,6 +160,25 @@ def test_each_module_has_bytes_of_its_own(module):
     without = config.with_fields("training", activation_offload=False)
     assert (host > 0) == (module != "attn_proj")
     assert alive(without)[0] - on_device == host
+
+
+def kept_bytes(config: Config) -> int:
+    """Bytes of the storages alive between forward and backward, on this rank."""
+    model, micro = whole_model(config)
+    with Storages() as storages:
+        y, saved = forward(model, micro)
+        del y
+        return sum(storages.alive().values())
+
+
+@pytest.mark.parametrize(
+    "model", ["", f"{LLAMA} --sequence-parallel", f"{LATENT} --sequence-parallel"]
+)
+def test_bytes_of_tensor_parallel_ranks_are_those_that_live(gloo_world, model):
+    config = configure(f"{model} --tensor-model-parallel-size 2", 2)
+    units = unit_bytes(Shape(config, VOCAB, "cpu"), whole(config.model)[0])
+    expected = sum(unit.saved + unit.logits for unit in units)
+    assert gloo_world(2).run(kept_bytes, config) == [expected] * 2
 
 
 # ---- faults that the count must see

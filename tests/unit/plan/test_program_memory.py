@@ -29,7 +29,6 @@ FLAGS = (
 WORLD, VOCABULARY = 8, 50000
 TOKENS = 64  # of a micro-batch
 TP2 = "--tensor-model-parallel-size 2 "
-PP2 = "--pipeline-model-parallel-size 2 "
 WHOLE = Program(whole_logits=True)
 
 
@@ -37,9 +36,8 @@ def config_of(flags: str) -> Config:
     return resolve(parse_arguments((FLAGS + flags).split()).config, WORLD, VOCABULARY).config
 
 
-@pytest.mark.parametrize("flags", ["", TP2 + "--sequence-parallel", PP2 + "--zero-stage 1"])
-def test_our_program_needs_what_the_plan_of_memory_says(flags):
-    config = config_of(flags)
+def test_our_program_needs_what_the_plan_of_memory_says():
+    config = config_of("--pipeline-model-parallel-size 2 --zero-stage 1")
     peak = MemoryPlan(config, VOCABULARY, WORLD).fullest.total
     assert peak_of(OURS, config, VOCABULARY, WORLD) == peak
 
@@ -133,8 +131,6 @@ def test_a_row_is_planned_as_the_program_that_ran_it():
     # 13.0 billion parameters of 40 layers, and 0.66 of each matrix
     assert [stage.count("t") for stage in layout.split("|")] == [9, 11, 11, 9]
     assert layout.startswith("E") and layout.endswith("L")
-    halves, _ = row_flags(row | {"pp": "2"})
-    assert "E" + "t" * 20 + "|" + "t" * 20 + "L" in halves
     # by its bound of six layers alone, 14 stages would do
     row |= {"layers": "80", "hidden": "8192", "heads": "64", "kv_heads": "64", "ffn": "22016"}
     flags, _ = row_flags(row | {"pp": "16"})

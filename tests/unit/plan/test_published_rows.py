@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron.tools._plan.rows import network, read_rows
+from megatron.tools._plan.rows import read_rows
 from megatron.tools._plan.validate import percentile, predict_row, score, spearman
 
 from megatron.config.errors import UserError
@@ -52,11 +52,6 @@ def test_columns_may_be_named_in_a_remark(tmp_path):
     path.write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match="no line names the columns"):
         read_rows(path)
-
-
-def test_a_network_in_a_note_counts_for_each_gpu():
-    assert network({"note": "tied; 1600 Gb/s RoCE a node"}) == 25.0
-    assert network({"note": ""}) is None
 
 
 def test_measures_of_a_group(file):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+import memory_models
 import pytest
-import test_memory
 import torch
 from megatron.tools._plan.memory import (
     MemoryPlan,
@@ -15,7 +15,7 @@ from megatron.tools._plan.memory import (
     stage_parameters,
 )
 from megatron.tools._plan.stages import stage_lines
-from test_memory import BATCH, DRY, GROUPED, ROPE, VOCAB
+from memory_models import BATCH, DRY, LLAMA, VOCAB
 
 from megatron.config.groups import Config
 from megatron.distributed.groups import Axis
@@ -25,44 +25,24 @@ from megatron.model.spec import TensorParallel
 from megatron.model.stages import pipeline_stages
 from megatron.parallel.blocks import build_blocks
 
-LLAMA = {
-    **DRY,
-    **ROPE,
-    **GROUPED,
-    "activation": "swiglu",
-    "normalization": "RMSNorm",
-    "untie_embeddings_and_output_weights": True,
-}
 
-
-def configure(
-    pp: int,
-    layers: int,
-    model: dict | None = None,
-    micro_batches: int = 8,
-    tp: int = 1,
-    **distributed,
-) -> Config:
-    return test_memory.configure(
-        training={"global_batch_size": BATCH * micro_batches},
-        distributed={"pipeline_model_parallel_size": pp, **distributed},
-        tp=tp,
-        world=pp * tp,
-        **{"num_layers": layers, **(model or {})},
-    )
+def configure(pp: int, layers: int, flags: str, micro_batches: int = 8, tp: int = 1) -> Config:
+    sizes = f"--pipeline-model-parallel-size {pp} --tensor-model-parallel-size {tp}"
+    batch = f"--num-layers {layers} --global-batch-size {BATCH * micro_batches}"
+    return memory_models.configure(f"{sizes} {batch} {flags}", pp * tp)
 
 
 @pytest.mark.parametrize(
-    "pp, layers, model, distributed",
+    "pp, layers, flags",
     [
-        (2, 4, {}, {"pipeline_schedule": "zero-bubble-v"}),
-        (4, 12, DRY, {"num_virtual_stages_per_pipeline_rank": 3}),
-        (3, 4, {"position_embedding_type": "none"}, {"pipeline_model_parallel_layout": "E|tttt|L"}),
+        (2, 4, "--pipeline-schedule zero-bubble-v"),
+        (4, 12, f"{DRY} --num-virtual-stages-per-pipeline-rank 3"),
+        (3, 4, "--position-embedding-type none --pipeline-model-parallel-layout E|tttt|L"),
     ],
 )
-def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, model, distributed):
+def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, flags):
     tp = 2
-    config = configure(pp, layers, model, tp=tp, **distributed)
+    config = configure(pp, layers, flags, tp=tp)
     padded = padded_vocab_size(VOCAB, config.model, tp)
     stages, placement = pipeline_stages(config, padded), schedule_of(config, pp * tp).placement
     estimates = [rank.sizes() for rank in rank_memories(config, VOCAB, pp * tp)]
@@ -99,9 +79,8 @@ def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, model, 
 
 
 def test_the_table_of_stages():
-    config = configure(
-        2, 4, LLAMA, num_virtual_stages_per_pipeline_rank=2, pipeline_schedule="interleaved"
-    )
+    virtual = "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2"
+    config = configure(2, 4, f"{LLAMA} --untie-embeddings-and-output-weights {virtual}")
     lines = stage_lines(MemoryPlan(config, VOCAB, 2))
     assert lines[0].startswith("interleaved: 2 pipeline ranks x 2 stage(s), 8 micro-batches; ")
     assert lines[0].endswith("% idle, by FLOPs alone")
@@ -119,19 +98,21 @@ def test_the_table_of_stages():
     shares = [float(line.split("% of the FLOPs")[0].split()[-1]) for line in lines[1:5]]
     assert sum(shares) == pytest.approx(100, abs=0.3)
     assert shares[0] == shares[1] == shares[2] < shares[3]
-    assert stage_lines(MemoryPlan(configure(1, 4), VOCAB, 1)) == []
+    assert stage_lines(MemoryPlan(configure(1, 4, ""), VOCAB, 1)) == []
     assert lines[5].startswith("GiB by pipeline rank: ") and len(lines) == 6
 
 
 def test_the_bubble_that_a_dry_run_tells():
     # a head that costs next to nothing
-    model = {**DRY, "ffn_hidden_size": 4096, "untie_embeddings_and_output_weights": True}
+    model = f"{DRY} --ffn-hidden-size 4096 --untie-embeddings-and-output-weights"
 
-    def idle(layout: str | None) -> float:
-        config = configure(4, 8, model, 9, pipeline_model_parallel_layout=layout)
+    def idle(layout: str) -> float:
+        config = configure(4, 8, f"{model} {layout}", 9)
         first = stage_lines(MemoryPlan(config, 8, 4))[0]
         return float(first.split("micro-batches; ")[1].split("%")[0]) / 100
 
     # (P - 1) / (m + P - 1)
-    assert idle(None) == pytest.approx(3 / 12, abs=0.01)
-    assert idle("Et|tt|tt|tttL") > idle(None) + 0.1  # all wait for the largest stage
+    assert idle("") == pytest.approx(3 / 12, abs=0.01)
+    assert (
+        idle("--pipeline-model-parallel-layout Et|tt|tt|tttL") > idle("") + 0.1
+    )  # all wait for the largest stage

@@ -48,33 +48,21 @@ def test_a_chrome_trace_has_both_time_lines(tmp_path, capsys):
     (found,) = (event for event in spans if event["pid"] == 3 and event["ts"] == 1e6 * first.begin)
     assert found["name"] == f"forward stage {first.stage} micro-batch {first.micro}"
     assert found["dur"] == pytest.approx(1e6 * (first.end - first.begin))
-    # one time line: ranks are not distinguished by where it comes from
-    flags = "--schedule 1f1b --ranks 2 --micro-batches 2 --chrome".split()
-    assert plot_schedule.main([*flags, str(out)]) == 0
-    events = json.loads(out.read_text())["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
         ([], "needs --schedule, --ranks, --micro-batches, or --measured FILE"),
-        (["--schedule", "1f1b", "--ranks", "2"], "needs --micro-batches"),
         (["--table", "--ranks", "2"], "--table needs --ranks and --micro-batches"),
-        (["--measured", "no.json"], "No such file"),
         (
             ["--measured", "TIMELINE", "--ranks", "3"],
             "--ranks 3: TIMELINE has 2; leave the flag out",
         ),
-        (["--measured", "TIMELINE", "--schedule", "gpipe"], "--schedule gpipe: TIMELINE has 1f1b"),
         (["--measured", "TIMELINE", "--pairs"], "--pairs: TIMELINE has none; leave the flag out"),
         (
             [*"--schedule 1f1b --ranks 2 --micro-batches 2 --exchanged 0.1,0.1".split()],
             "--exchanged: only passes in pairs hide it; give --pairs, too",
-        ),
-        (
-            [*"--table --ranks 2 --micro-batches 2 --pairs".split()],
-            "--table: simulates every schedule without pairs; leave out --pairs",
         ),
         (
             ["--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2", "--out", "a.pdf"],
