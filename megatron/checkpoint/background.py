@@ -17,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
@@ -36,8 +35,6 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 PDEATHSIG = 1  # prctl: a signal for when the parent dies
 NICE = 10  # training comes first
-MB = 1e6
-BURST = 0.1  # seconds of the rate that go at once
 
 
 class Background:
@@ -182,33 +179,10 @@ def _write_shard(
         Path(command["folder"]),
         command["index"],
         header,
-        limited(data, command["rate"]),
+        data,
         verify=command["verify"],
-        progress=WriteProgress(command["iteration"], size),
+        progress=WriteProgress(command["iteration"], size, command["rate"]),
     )
-
-
-def limited(
-    data: Iterable[memoryview],
-    rate: float | None,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Iterator[memoryview]:
-    """The same bytes, at most `rate` MB/s of them (None: as fast as they are taken), in pieces of
-    BURST seconds.
-    """
-    if rate is None:
-        yield from data
-        return
-    most = max(1, int(rate * MB * BURST))
-    due = clock()  # when the pieces so far are paid for; time in which nothing came is not saved up
-    for part in data:
-        for start in range(0, len(part), most):
-            piece = part[start : start + most]
-            due = max(due, clock()) + len(piece) / (rate * MB)
-            yield piece
-            sleep(max(0.0, due - clock()))
 
 
 def _waves(size: int, memory: memoryview, trainer: Connection) -> Iterator[memoryview]:

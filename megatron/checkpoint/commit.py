@@ -6,7 +6,6 @@ rename turns into `iter_000000N/`. No torch here.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import secrets
@@ -31,6 +30,7 @@ from megatron.checkpoint.manifest import (
     MANIFEST,
     TRACKER,
     CheckpointError,
+    differing,
     encode_manifest,
     iteration_folder,
     manifest_of,
@@ -74,7 +74,13 @@ class Attempt:
         self.makes = ranks.first
         saved = {"iteration": iteration, **(state or {})}
         gathered = self.gather_or_raise(lambda: (secrets.token_hex(8), own, state_digests(saved)))
-        self._compare([digests for _, _, digests in gathered])
+        for rank, (_, _, digests) in enumerate(gathered):
+            if names := differing(gathered[0][2], digests):
+                raise CheckpointError(
+                    f"{root}: the checkpoint of iteration {iteration} was not saved: the state of "
+                    f"rank {rank} differs from that of rank 0 in {', '.join(names)}: they no "
+                    "longer carry out the same run. Resume from an older checkpoint."
+                )
         self.name = gathered[0][0]  # the first rank's is the one for all
         self.folder = root / f".tmp-iter-{iteration}-{self.name}"
         counts = [count for _, count, _ in gathered]
@@ -90,19 +96,6 @@ class Attempt:
             raise
         self.is_made = True
         return self
-
-    def _compare(self, states: list[dict[str, str]]) -> None:
-        for rank, digests in enumerate(states):
-            differing = [
-                key for key in {**states[0], **digests} if digests.get(key) != states[0].get(key)
-            ]
-            if differing:
-                raise CheckpointError(
-                    f"{self.root}: the checkpoint of iteration {self.iteration} was not "
-                    f"saved: the state of rank {rank} differs from "
-                    f"that of rank 0 in {', '.join(differing)}: they no longer carry out the "
-                    "same run. Resume from an older checkpoint."
-                )
 
     def gather_or_raise(self, part: Callable[[], Any]) -> list[Any]:
         """As Ranks.gather_or_raise, with errors of the file system, of memory and of the device
@@ -231,17 +224,13 @@ def _fault_of(target: Path, shards: list[JsonObject], state: JsonObject) -> str 
         old.verify()
     except CheckpointError as error:
         return str(error)
-    theirs, ours = (
-        {key: json.dumps(value) for key, value in each.items()}
-        for each in (old.state, json.loads(json.dumps(state)))
-    )
-    what = "tensors" if len(old.shards) == len(shards) else "how tensors are cut into shards"
-    differing = [] if old.manifest["shards"] == shards else [what]
-    differing += [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
-    if differing:
+    cut = "tensors, or how they are cut into shards"
+    theirs = state_digests({cut: old.manifest["shards"], **old.state})
+    names = differing(theirs, state_digests({cut: shards, **state}))
+    if names:
         raise CheckpointError(
             f"{target} exists already, is whole, and differs from this run in: "
-            f"{', '.join(differing)}. It was kept and nothing was saved. "
+            f"{', '.join(names)}. It was kept and nothing was saved. "
             "It comes from another run or from an earlier pass over this iteration: give "
             "another --save folder, or move it away."
         )
@@ -257,21 +246,22 @@ def _write_tracker(root: Path, iteration: int, attempt: str) -> None:
         sync_folder(root)
 
 
+_SPACE = " Free space, raise the quota, or give another --save folder."
+_RIGHTS = " Give a --save folder that this user may write to."
+FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _SPACE),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS),
+    errno.ENOENT: " Its temporary folder vanished: another run is saving to this folder; give each "
+    "its own --save.",
+}
+
+
 def not_saved(root: Path, iteration: int, error: Exception) -> str:
     text = (
         f"{root}: the checkpoint of iteration {iteration} was not saved: {in_words(error)} "
         f"({getattr(error, 'filename', None) or root})."
     )
-    number = getattr(error, "errno", None)
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        text += " Free space, raise the quota, or give another --save folder."
-    elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        text += " Give a --save folder that this user may write to."
-    elif number == errno.ENOENT:
-        text += (
-            " Its temporary folder vanished: another run is saving to this folder; give each "
-            "its own --save."
-        )
+    text += FIXES.get(getattr(error, "errno", 0), "")
     with suppress(CheckpointError):
         kept, _ = newest_first(root)
         text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
@@ -326,24 +316,25 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
     """
     if policy.newest is None:
         return []
-    gone = []
+    gone = {}
     try:
         attempt = Index(root / iteration_folder(newest)).manifest["attempt"]
         for iteration in _surplus(root, policy, newest):
-            os.rename(root / iteration_folder(iteration), trash_folder(root, iteration, attempt))
-            gone.append(iteration)
+            trash = trash_folder(root, iteration, attempt)
+            os.rename(root / iteration_folder(iteration), trash)
+            gone[iteration] = trash
     except (CheckpointError, OSError) as error:
         logger.warning(
             f"{root}: older checkpoints that --save-keep-last or "
             f"--save-retain-interval do not keep were not deleted: {error}"
         )
-    if not gone:
-        return []
     with suppress(OSError):  # the next save removes the rest
-        sync_folder(root)  # else a power loss could leave part of a checkpoint under its old name
-        for iteration in gone:
-            shutil.rmtree(trash_folder(root, iteration, attempt), ignore_errors=True)
-    return gone
+        if gone:
+            # else a power loss could leave part of a checkpoint under its old name
+            sync_folder(root)
+        for trash in gone.values():
+            shutil.rmtree(trash, ignore_errors=True)
+    return list(gone)
 
 
 def _surplus(root: Path, policy: Policy, newest: int) -> list[int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.manifest import CheckpointError, chunk_digest
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import some
+from megatron.distributed.rendezvous import name_ranks
 from megatron.model.spec import holders
 from megatron.optimizer.optimizer import MASTER, Optimizer
 from megatron.parallel.blocks import Block
@@ -61,11 +62,8 @@ class DesyncCheck:
         for key, total in sums.items():
             totals[key._replace(tensor="")].append(total)
         combined = [(key, chunk_digest(str(all_).encode()).hex()) for key, all_ in totals.items()]
-        differing = differences(ranks.gather_or_raise(lambda: combined))
-        if differing:
-            failed = {
-                key for key, groups in differing.items() if ranks.world.rank in sum(groups, [])
-            }
+        failed = differences(ranks.gather_or_raise(lambda: combined))
+        if failed:
             lines = [pair for pair in sums.items() if pair[0]._replace(tensor="") in failed]
             raise CheckpointError(explain(differences(ranks.gather_or_raise(lambda: lines))))
 
@@ -87,19 +85,14 @@ def differences(gathered: list[list]) -> dict[Key, list[list[int]]]:
 
 def explain(differing: dict[Key, list[list[int]]]) -> str:
     """The error of all ranks."""
-    lines = []
-    for key, groups in differing.items():
-        first, *others = (
-            f"rank{'s'[: len(ranks) - 1]} {some([*map(str, ranks)], 8)}" for ranks in groups
-        )
-        how = f"differs between {' and '.join([first, *others])}"
-        if len(groups[0]) > len(groups[1]):  # the majority is right
-            how = f"of {' and of '.join(others)} differs from the same of {first}"
-        lines.append(f"{key.tensor} {how}")
+    lines = [
+        f"{key.tensor} differs between {' and '.join(map(name_ranks, groups))}"
+        for key, groups in differing.items()
+    ]
     return (
         f"replicas have diverged: {some(lines, MAX_NAMED, '; ')}. These ranks no longer train the "
         "same model: a fault of memory or of a device, or an operation that is not deterministic. "
-        "Resume from an older checkpoint, without the machine named above"
+        "Resume from an older checkpoint, without the machine of the smaller group"
     )
 
 

@@ -92,8 +92,8 @@ class _Run:
 
 class Fetcher:
     """Reads ranges of shards; every chunk that holds a byte of them is read once where they come in
-    order, and verified. `describe(shard, start, stop)`: the tensors that have these bytes, for the
-    error. `bytes_read`: of data so far, whole chunks.
+    order, and verified. `describe(shard, start, stop)`: what has these bytes, for the error.
+    `bytes_read`: of data so far, whole chunks.
     """
 
     def __init__(self, describe: Callable[[Any, int, int], str]) -> None:
@@ -185,11 +185,10 @@ def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:
         done += got
     for at in range(0, done, table.chunk):
         part = into[at : at + table.chunk]
-        if m.chunk_digest(part) != table.chunks[(position + at) // table.chunk]:
-            low = position + at
-            high = position + at + len(part)
+        low = position + at
+        if m.chunk_digest(part) != table.chunks[low // table.chunk]:
+            high = low + len(part)
             raise DamageError(
                 f"{shard.path}: damaged: bytes {shard.data_start + low} to "
-                f"{shard.data_start + high} (in tensor {describe(shard, low, high)}) do not "
-                "match their digest"
+                f"{shard.data_start + high}{describe(shard, low, high)} do not match their digest"
             )

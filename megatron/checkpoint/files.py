@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint import manifest as m
+from megatron.checkpoint.index import verify_shard
 from megatron.checkpoint.manifest import (
     HEADER_LIMIT,
     CheckpointError,
@@ -26,13 +26,14 @@ from megatron.checkpoint.manifest import (
     table_digest,
     table_file,
 )
+from megatron.config.input_files import JsonObject
 
 logger = logging.getLogger(__name__)
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
 BUFFERS = 1024  # most buffers that one pwritev takes
 WRITEBACK_BYTES = 8 << 20  # after which the kernel is asked to write them to the disk
-GB = 1e9
+MB, GB = 1e6, 1e9
 GIB = 1 << 30
 PROGRESS_S = 10.0  # seconds between two lines of progress
 _FIX = (
@@ -131,27 +132,41 @@ def clean(root: Path, attempt: str) -> None:
 
 
 class WriteProgress:
-    """Called with the bytes of a shard as they are written; logs them every PROGRESS_S seconds."""
+    """Called with the bytes of a shard as they are written: logs them every PROGRESS_S seconds, and
+    waits so that they are at most `rate` MB/s.
+    """
 
     def __init__(
-        self, iteration: int, total: int, clock: Callable[[], float] = time.monotonic
+        self,
+        iteration: int,
+        total: int,
+        rate: float | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.iteration = iteration
         self.total = total
+        self.rate = rate
         self.clock = clock
+        self.sleep = sleep
         self.done = 0
-        self.start = self.last = clock()
+        self.start = self.last = self.begun = clock()  # `begun`: the bytes of the next call
 
     def __call__(self, count: int) -> None:
+        # what is slower than the rate for a while is not made up for later
+        if self.rate is not None:
+            due = self.begun + count / (self.rate * MB)
+            self.sleep(max(0.0, due - self.clock()))
         self.done += count
-        now = self.clock()
+        self.begun = now = self.clock()
         if now - self.last < PROGRESS_S or self.done >= self.total:
             return
         self.last = now
-        rate = self.done / (now - self.start)
+        speed = self.done / (now - self.start)
         logger.info(
             f" saving iteration {self.iteration}: {self.done / GB:.2f} of {self.total / GB:.2f} GB "
-            f"of this rank, {rate / GB:.2f} GB/s, ETA {(self.total - self.done) / rate:.0f} s"
+            f"of this rank, {speed / GB:.2f} GB/s, ETA {(self.total - self.done) / speed:.0f} s"
         )
 
 
@@ -163,7 +178,7 @@ def write_shard_file(
     *,
     verify: bool = False,
     progress: Callable[[int], None] = lambda count: None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write shard `index`, `header` and then `data`, and its digest table into `folder`, durably;
     return the shard's entry in the manifest.
 
@@ -179,12 +194,13 @@ def write_shard_file(
     raw = table.encode()
     with new_file(folder / table_file(index)) as file:
         write_all(file, [memoryview(raw)])
+    record = {"file": shard_file(index), "bytes": table.size, "table_digest": table_digest(raw)}
     if verify:
-        read_back(folder / shard_file(index), table)
+        read_back(folder, index, record)
     if index > 0:
         # the commit syncs it for the first rank, whose node may not know this one's names yet
         sync_folder(folder)
-    return {"file": shard_file(index), "bytes": table.size, "table_digest": table_digest(raw)}
+    return record
 
 
 def _write_data(
@@ -197,12 +213,10 @@ def _write_data(
     than the digest takes. The disk writes at the same time, so that little remains for the fsync
     at the end.
     """
-    hasher = chunk_hasher()
     digests = []
-    size = 0
-    begun = 0
+    size = begun = 0
     for parts in _chunks(data):
-        hasher.reset()
+        hasher = chunk_hasher()
         for part in parts:
             hasher.update(part)
         digests.append(hasher.digest())
@@ -245,51 +259,16 @@ def split_header(pieces: Iterator[memoryview], what: str) -> tuple[bytes, Iterat
     raise CheckpointError(f"{what} is damaged: it has no header")
 
 
-def read_back(path: Path, table: DigestTable) -> None:
-    """Compare every byte of the shard at `path` and of its digest table with `table`, which was
-    made of the bytes in memory. The files are durable, and the page cache's copy is dropped first,
-    so that the disk answers. Raises CheckpointError with the file and the bytes that differ.
+def read_back(folder: Path, index: int, record: JsonObject) -> None:
+    """Compare every byte of a shard and of its digest table with `record`, their entry in the
+    manifest, which was made of the bytes in memory. The files are durable, and the page cache's
+    copies are dropped first, so that the disk answers. Raises CheckpointError naming the bytes that
+    differ.
     """
-    raw = table.encode()
-    of_table = path.with_suffix(".digests"), len(raw), [(0, len(raw), m.chunk_digest(raw))]
-    for file, size, parts in ((path, table.size, _parts(table)), of_table):
-        damage = _damage(file, size, parts, from_disk=True)
-        if damage:
-            raise CheckpointError(f"{file}: read back from the disk: {damage}. {_FIX}")
-
-
-def is_whole(path: Path, table: DigestTable) -> bool:
-    """Whether every byte of a shard is as its table specifies. The page cache may answer."""
-    try:
-        return not _damage(path, table.size, _parts(table))
-    except OSError:
-        return False
-
-
-def _parts(table: DigestTable) -> Iterator[tuple[int, int, bytes]]:
-    """(start, stop, digest) in the file."""
-    yield 0, table.data_start, table.header
-    for index, digest in enumerate(table.chunks):
-        start = table.data_start + index * table.chunk
-        yield start, min(start + table.chunk, table.size), digest
-
-
-def _damage(
-    path: Path, size: int, parts: Iterable[tuple[int, int, bytes]], *, from_disk: bool = False
-) -> str:
-    """What of a file is not as the digests of its parts specify; empty when it is whole."""
-    with open(path, "rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        if found != size:
-            return f"{found} bytes instead of the {size} that were written"
-        if from_disk:
+    for name in (shard_file(index), table_file(index)):
+        with open(folder / name, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for start, stop, digest in parts:
-            where = f"bytes {start} to {stop - 1}"
-            try:
-                read = m.chunk_digest(file.read(stop - start))
-            except OSError as error:
-                return f"{where} cannot be read: {error.strerror}"
-            if read != digest:
-                return f"{where} are not those that were written"
-    return ""
+    try:
+        verify_shard(folder, index, record)
+    except CheckpointError as error:
+        raise CheckpointError(f"read back from the disk: {error}. {_FIX}") from error

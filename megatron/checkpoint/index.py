@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.boxes import Dims, Shapes, intersect, shapes_of, tiles
+from megatron.checkpoint.boxes import Dims, intersect, shapes_of, tiles
 from megatron.checkpoint.fetch import BATCH, Fetcher, Range
 from megatron.checkpoint.manifest import (
     ITEM_BYTES,
@@ -24,7 +24,6 @@ from megatron.checkpoint.manifest import (
     MANIFEST_LIMIT,
     CheckpointError,
     DigestTable,
-    Entry,
     decode_header,
     decode_manifest,
     iteration_folder,
@@ -35,7 +34,7 @@ from megatron.checkpoint.manifest import (
     table_file,
 )
 from megatron.config.errors import some
-from megatron.config.input_files import InputError, JsonObject, open_regular, parse_json
+from megatron.config.input_files import InputError, JsonObject, open_regular
 
 if TYPE_CHECKING:
     from megatron.model.spec import Box
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 # threads that read tables and headers: on a shared file system most of their time is waiting
 OPEN_THREADS = 16
 MAX_NAMED = 16  # most tensors that a message lists
+Head = tuple[int, bytes]  # of a shard: bytes of data under a digest, the header with its padding
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,20 @@ class ShardFile:
     def table(self) -> DigestTable:
         """Its digest table, read and verified now."""
         return read_table(self.path.parent / table_file(self.number), self.table_digest)
+
+    def spans(self) -> list[Range]:
+        """All of its data, in runs of whole chunks, so that no two read the same one."""
+        step = max(1, BATCH // self.chunk) * self.chunk
+        starts = range(0, self.data_bytes, step)
+        return [Range(self, start, min(start + step, self.data_bytes)) for start in starts]
+
+
+def shard_of(
+    folder: Path, number: int, record: JsonObject, data_start: int, chunk: int
+) -> ShardFile:
+    """A shard by its entry in the manifest."""
+    path = folder / shard_file(number)
+    return ShardFile(number, path, record["bytes"], record["table_digest"], data_start, chunk)
 
 
 class Piece(NamedTuple):
@@ -112,22 +126,44 @@ class StoredTensor:
 
 class Index:
     """An opened checkpoint folder. `known`: what `encode` gave on another rank, which has verified
-    it; then nothing is read but the first bytes of the manifest.
+    it; then nothing is read but the first bytes of the manifest. `manifest` and `heads` (as
+    `read_head`, by shard): what of them is not read from the folder.
 
     Raises CheckpointError when anything but the tensor data is damaged or missing, or does not hold
     every tensor exactly once; with `known`, when this rank does not see the same checkpoint.
     """
 
-    def __init__(self, path: str | Path, known: bytes | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        known: bytes | None = None,
+        manifest: JsonObject | None = None,
+        heads: dict[int, Head] = {},
+    ) -> None:
         self.path = Path(path)
         self.fetcher = Fetcher(self._names_of)
+        self.heads = heads
         self.shards: list[ShardFile] = []
         self.tensors: dict[str, StoredTensor] = {}
-        self.manifest: JsonObject = {}
-        if known is None:
-            self._open()
-        else:
+        if known is not None:
             self._take(known)
+            return
+
+        # 1. The manifest, then tables and headers of all shards, which it has the digests of.
+        self.manifest: JsonObject = read_manifest(self.path) if manifest is None else manifest
+        numbers = range(len(self.manifest["shards"]))
+        with ThreadPoolExecutor(OPEN_THREADS) as threads:
+            for number, head in enumerate(threads.map(self._read_head, numbers)):
+                self._add(number, *head)
+
+        # 2. Every element of every tensor once, and every tensor that the run has.
+        for name, stored in self.tensors.items():
+            if not tiles(stored.shape, [piece[:2] for piece in stored.pieces]):
+                raise CheckpointError(
+                    f"{self.path}: the shards do not hold every element of {name} "
+                    f"{list(stored.shape)} exactly once"
+                )
+        self._compare_with_expected()
 
     @property
     def iteration(self) -> int:
@@ -141,41 +177,9 @@ class Index:
     def names(self) -> list[str]:
         return list(self.tensors)
 
-    def _open(self) -> None:
-        # 1. The manifest, then tables and headers of all shards, which it has the digests of.
-        self.manifest = self._read_manifest()
-        for shard, entries, shapes in self._open_shards():
-            self.shards.append(shard)
-            self._add(shard, entries, shapes)
-
-        # 2. Every element of every tensor once, and every tensor that the run has.
-        for name, stored in self.tensors.items():
-            if not tiles(stored.shape, [piece[:2] for piece in stored.pieces]):
-                raise CheckpointError(
-                    f"{self.path}: the shards do not hold every element of {name} "
-                    f"{list(stored.shape)} exactly once"
-                )
-        self._compare_with_expected()
-
-    def _read_manifest(self) -> JsonObject:
-        return read_manifest(self.path)
-
-    def _read_head(self, number: int) -> tuple[int, bytes]:
-        return read_head(self.path, number, self.manifest["shards"][number])
-
-    def _open_shard(self, number: int) -> tuple[ShardFile, dict[str, Entry], Shapes]:
-        """A shard, the entries of its header and the global shapes of their tensors."""
-        path, record = self.path / shard_file(number), self.manifest["shards"][number]
-        size, digest = record["bytes"], record["table_digest"]
-        chunk, header = self._read_head(number)
-        entries, metadata = decode_header(header, size - len(header), path)
-        try:
-            shapes = shapes_of(parse_json(metadata["shapes"].encode()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path}: the header lacks the tensors' global shapes: {error}"
-            ) from error
-        return ShardFile(number, path, size, digest, len(header), chunk), entries, shapes
+    def _read_head(self, number: int) -> Head:
+        record = self.manifest["shards"][number]
+        return self.heads.get(number) or read_head(self.path, number, record)
 
     def _compare_with_expected(self) -> None:
         """Compare with the run's list of tensors: one that no rank has written is found here."""
@@ -195,31 +199,25 @@ class Index:
                 f"{self.path}: the shards do not hold {some(missing, MAX_NAMED)}, which the run has"
             )
 
-    def _open_shards(self) -> Iterator[tuple[ShardFile, dict[str, Entry], Shapes]]:
-        numbers = range(len(self.manifest["shards"]))
-        with ThreadPoolExecutor(OPEN_THREADS) as threads:
-            for first in numbers[:: 4 * OPEN_THREADS]:  # bounds the headers in memory
-                yield from threads.map(self._open_shard, numbers[first : first + 4 * OPEN_THREADS])
-
-    def _add(self, shard: ShardFile, entries: dict[str, Entry], shapes: Shapes) -> None:
+    def _add(self, number: int, chunk: int, header: bytes) -> None:
+        shard = shard_of(self.path, number, self.manifest["shards"][number], len(header), chunk)
+        self.shards.append(shard)
+        entries, shapes = decode_header(header, shard.data_bytes, shard.path)
         for key, entry in entries.items():
             name, offset = parse_key(key, shard.path)
+            shape = shapes.get(name)
             stored = self.tensors.get(name)
             if stored is None:
-                stored = self.tensors[name] = StoredTensor(
-                    shapes.get(name, ()), entry.dtype, self.shards, array("q")
-                )
+                stored = StoredTensor(shape or (), entry.dtype, self.shards, array("q"))
+                self.tensors[name] = stored
             # all shards have the same tensor in mind
-            agrees = (
-                shapes.get(name) == stored.shape
-                and entry.dtype == stored.dtype
-                and entry.start % stored.item_bytes == 0
-            )
-            if not agrees or not len(offset) == len(entry.shape) == len(stored.shape):
+            agrees = (shape, entry.dtype) == (stored.shape, stored.dtype)
+            dims = {len(offset), len(entry.shape), len(stored.shape)}
+            if not agrees or len(dims) > 1 or entry.start % stored.item_bytes:
                 raise CheckpointError(
                     f"{shard.path}: {key}: shape, dtype or alignment contradicts the other shards"
                 )
-            stored.rows.extend((shard.number, entry.start, *offset, *entry.shape))
+            stored.rows.extend((number, entry.start, *offset, *entry.shape))
 
     def encode(self) -> bytes:
         """All of it, for other ranks of the job."""
@@ -244,26 +242,20 @@ class Index:
                 f"{self.path}: the checkpoint that rank 0 found there is not seen from here: "
                 "is --load on a file system that all nodes share?"
             )
-        pairs = zip(self.manifest["shards"], content["shards"], strict=True)
-        for number, (record, (start, chunk)) in enumerate(pairs):
-            path = self.path / shard_file(number)
-            digest = record["table_digest"]
-            self.shards.append(ShardFile(number, path, record["bytes"], digest, start, chunk))
+        for number, record in enumerate(self.manifest["shards"]):
+            self.shards.append(shard_of(self.path, number, record, *content["shards"][number]))
         for name, dtype, shape, rows in content["tensors"]:
             self.tensors[name] = StoredTensor(tuple(shape), dtype, self.shards, array("q", rows))
 
     def overlaps(self, box: Box) -> Iterator[tuple[Piece, Dims, Dims]]:
-        """The pieces that hold anything of a box, and (low, high) of what; a scalar counts as a
-        vector of one.
-        """
-        place = box.offset or (0,), box.extent or (1,)
+        """The pieces that hold anything of a box, and (low, high) of what."""
         for piece in self.tensors[box.name].pieces:
-            common = intersect(*place, piece.offset or (0,), piece.extent or (1,))
+            common = intersect(box.offset, box.extent, piece.offset, piece.extent)
             if common is not None:
                 yield piece, *common
 
     def _names_of(self, shard: ShardFile, start: int, stop: int) -> str:
-        """The tensors that have any of the bytes [start, stop) of a shard's data."""
+        """For an error: the tensors that have any of the bytes [start, stop) of a shard's data."""
         hit = [
             name
             for name, stored in self.tensors.items()
@@ -272,7 +264,7 @@ class Index:
             and piece.start < stop
             and start < piece.start + math.prod(piece.extent) * stored.item_bytes
         ]
-        return some(hit, MAX_NAMED)
+        return f" (in tensor {some(hit, MAX_NAMED)})"
 
     def verify(
         self,
@@ -283,12 +275,7 @@ class Index:
         (`part`: i, n); `report` is called with the bytes done and those in all. Raises
         CheckpointError at the first damage.
         """
-        # whole batches, so that no two parts read the same chunk
-        spans = []
-        for shard in self.shards:
-            step = max(1, BATCH // shard.chunk) * shard.chunk
-            for start in range(0, shard.data_bytes, step):
-                spans.append(Range(shard, start, min(start + step, shard.data_bytes)))
+        spans = [span for shard in self.shards for span in shard.spans()]
         low, high = (len(spans) * at // part[1] for at in (part[0], part[0] + 1))
         done = 0
         total = sum(span.stop - span.start for span in spans[low:high])
@@ -297,10 +284,8 @@ class Index:
             report(done, total)
 
 
-def read_head(folder: Path, number: int, record: JsonObject) -> tuple[int, bytes]:
-    """(bytes of data under a digest, header with its padding) of a shard; both files are verified
-    as far as they are read.
-    """
+def read_head(folder: Path, number: int, record: JsonObject) -> Head:
+    """The head of a shard; both of its files are verified as far as they are read."""
     path = folder / shard_file(number)
     table = read_table(folder / table_file(number), record["table_digest"])
     header = load_bytes(path, table.data_start)
@@ -313,6 +298,14 @@ def read_head(folder: Path, number: int, record: JsonObject) -> tuple[int, bytes
     if m.chunk_digest(header) != table.header:
         raise CheckpointError(f"{path}: damaged: the header does not match its digest")
     return table.chunk, header
+
+
+def verify_shard(folder: Path, number: int, record: JsonObject) -> None:
+    """Read and verify every byte of a shard and of its digest table."""
+    chunk, header = read_head(folder, number, record)
+    shard = shard_of(folder, number, record, len(header), chunk)
+    for _ in Fetcher(lambda *_: "").stream(shard.spans()):
+        pass
 
 
 def read_table(path: Path, digest: str) -> DigestTable:

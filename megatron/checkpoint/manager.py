@@ -33,7 +33,7 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.writer import (
     BoxTensor,
     Pairs,
-    contiguous_pieces,
+    data_bytes,
     in_file_order,
     not_empty,
     save_checkpoint,
@@ -80,38 +80,33 @@ class Staging:
             assert int(code) == 0, f"cudaHostRegister: {code}"
             self.stream = torch.cuda.Stream(device)
 
-    def fill(self, header: bytes, views: Iterable[Tensor]) -> None:
+    def fill(self, header: bytes, data: Iterable[Tensor]) -> None:
         """Send the writer the file in waves of what the memory holds; returns with the last one on
         its way into it.
         """
         # a wave ends with a whole chunk, so that the writer digests what it has
+        wave = (len(self.memory) - len(header)) // m.CHUNK * m.CHUNK
         self.memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         self.end = len(header)
-        limit = self._limit(self.end)
+        limit = self.end + wave
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            for view in views:
-                for piece in contiguous_pieces(view):
-                    data = piece.reshape(-1).view(torch.uint8)
-                    while len(data):
-                        if self.end == limit:
-                            self.hand_over()
-                            taken = self.background.answer(wait=True)
-                            if "error" in taken:
-                                raise CheckpointError(taken["error"])
-                            limit = self._limit(0)
-                        count = min(len(data), limit - self.end)
-                        place = self.memory[self.end : self.end + count]
-                        place.copy_(data[:count], non_blocking=True)
-                        self.end += count
-                        data = data[count:]
+            for part in data:
+                while len(part):
+                    if self.end == limit:
+                        self.hand_over()
+                        taken = self.background.answer(wait=True)
+                        if "error" in taken:
+                            raise CheckpointError(taken["error"])
+                        limit = wave
+                    count = min(len(part), limit - self.end)
+                    place = self.memory[self.end : self.end + count]
+                    place.copy_(part[:count], non_blocking=True)
+                    self.end += count
+                    part = part[count:]
         if self.stream is not None:
             self.copied = self.stream.record_event()
-
-    def _limit(self, start: int) -> int:
-        """Where a wave ends whose data starts at `start`: with a whole chunk."""
-        return start + (len(self.memory) - start) // m.CHUNK * m.CHUNK
 
     def hand_over(self) -> None:
         """What has been copied since the last time is the writer's."""
@@ -274,7 +269,7 @@ class CheckpointManager:
         header = shard_header(pairs, attempt.index, attempt.shards, attempt.iteration)
         size = len(header) + shard_bytes(pairs)
         self._send(attempt, "write", options | {"header": len(header), "bytes": size})
-        self.staging.fill(header, (box.view(tensor.detach()) for box, tensor in pairs))
+        self.staging.fill(header, data_bytes(pairs))
 
     def _send(self, attempt: Attempt, do: str, what: JsonObject) -> None:
         """Have the writer process do something. Raises CheckpointError."""
@@ -342,7 +337,8 @@ class CheckpointManager:
 
     def _next_phase(self) -> None:
         """All ranks call this when every one has done its part of the phase."""
-        save, fault = self.pending, None
+        save = self.pending
+        iteration = save.attempt.iteration
 
         def result() -> Any:
             if "error" in save.outcome:
@@ -358,13 +354,15 @@ class CheckpointManager:
                 self._start_commit(save, results)
                 return
         except UserError as error:
-            fault = error
-        save.opened.close()
-        self.pending = None
-        if fault is None:
-            self._committed(save.attempt.iteration)
+            self._end()
+            self._failed(iteration, error)
         else:
-            self._failed(save.attempt.iteration, fault)
+            self._end()
+            self._committed(iteration)
+
+    def _end(self) -> None:
+        self.pending.opened.close()
+        self.pending = None
 
     def _start_commit(self, save: PendingSave, results: list[Any]) -> None:
         save.phase = 1

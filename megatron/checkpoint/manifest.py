@@ -13,14 +13,14 @@ import struct
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from megatron.checkpoint.boxes import Dims
-from megatron.checkpoint.run_state import check_run_state, has, integer, text
+from megatron.checkpoint.boxes import Dims, Shapes, shapes_of
+from megatron.checkpoint.run_state import check_run_state, has, integer, text, texts
 from megatron.config.errors import UserError
-from megatron.config.input_files import JsonObject, expect, parse_json
+from megatron.config.input_files import JsonObject, parse_json
 
 CHUNK = 1 << 20  # bytes of shard data under one digest
 ALIGN = 4096  # tensor data starts at a multiple of this
@@ -32,6 +32,8 @@ FORMAT = "sharded-safetensors"
 VERSION = 1
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the dtypes that a checkpoint can hold
+# what Python raises for JSON that is not as it should be
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class CheckpointError(UserError):
@@ -69,16 +71,12 @@ def list_iterations(root: Path) -> list[int]:
 # ---- one shard's safetensors header --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor inside a safetensors file: its bytes are [start, stop) counted from the start of
-    the data.
-    """
+class Entry(NamedTuple):
+    """One tensor inside a safetensors file; `start` counts from the start of the data."""
 
     dtype: str
     shape: Dims
     start: int
-    stop: int
 
 
 def box_key(name: str, offset: Dims) -> str:
@@ -87,10 +85,10 @@ def box_key(name: str, offset: Dims) -> str:
 
 
 def parse_key(key: str, path: Path) -> tuple[str, Dims]:
-    match = re.fullmatch(r"([^@]+)@(\d+(?:,\d+)*|)", key)
+    match = re.fullmatch(r"([^@]+)@(\d+(?:,\d+)*)", key)
     if not match:
         raise CheckpointError(f"{path}: tensor key {key!r} is not of the form name@offsets")
-    return match[1], tuple(map(int, match[2].split(","))) if match[2] else ()
+    return match[1], tuple(map(int, match[2].split(",")))
 
 
 def encode_header(tensors: list[tuple[str, str, Dims]], metadata: dict[str, str]) -> bytes:
@@ -109,43 +107,38 @@ def encode_header(tensors: list[tuple[str, str, Dims]], metadata: dict[str, str]
     return struct.pack("<Q", len(body)) + body
 
 
-def decode_header(
-    raw: bytes, data_bytes: int, path: Path
-) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Entries by key, and the metadata, of the header `raw` (length word included) of a file with
-    `data_bytes` of data after it. Raises CheckpointError unless the tensors fill the data exactly.
+def decode_header(raw: bytes, data_bytes: int, path: Path) -> tuple[dict[str, Entry], Shapes]:
+    """Entries by key, and the tensors' global shapes, of the header `raw` (length word included) of
+    a file with `data_bytes` of data after it. Raises CheckpointError unless the tensors fill the
+    data exactly.
     """
     try:
         header = parse_json(raw[8:])
-        metadata = header.pop("__metadata__", {})
-        entries = _entries(header, data_bytes)
-    except KeyError as error:
-        why = f"unknown dtype or missing field {error}"
+        shapes = shapes_of(parse_json(header.pop("__metadata__")["shapes"].encode()))
+        return _entries(header, data_bytes), shapes
+    except MALFORMED as error:
+        why = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path}: the safetensors header is malformed: {why}") from error
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the safetensors header is malformed: {error}") from error
-    return entries, metadata
 
 
 def _entries(header: JsonObject, data_bytes: int) -> dict[str, Entry]:
-    """Raises ValueError, KeyError or TypeError unless every tensor is sound and they lie back to
-    back in all of the data.
+    """Raises one of MALFORMED unless every tensor is sound and they lie back to back in all of the
+    data.
     """
     entries = {}
     position = 0
     for key, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         shape = tuple(value["shape"])
         start, stop = value["data_offsets"]
+        size = math.prod(shape) * ITEM_BYTES[value["dtype"]]
         if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
             raise ValueError(f"{key}: a size is not a natural number")
-        if stop - start != math.prod(shape) * ITEM_BYTES[value["dtype"]]:
-            raise ValueError(f"{key}: {stop - start} bytes for shape {shape}")
-        if start != position:
+        if start != position or stop - start != size:
             raise ValueError(
-                f"{key}: begins at byte {start}, the tensor before it ends at {position}"
+                f"{key}: lies at bytes {start} to {stop}, not at {position} to {position + size}"
             )
         position = stop
-        entries[key] = Entry(value["dtype"], shape, start, stop)
+        entries[key] = Entry(value["dtype"], shape, start)
     if position != data_bytes:
         raise ValueError(f"the tensors end at byte {position}, the file's data at {data_bytes}")
     return entries
@@ -168,11 +161,8 @@ class DigestTable:
     chunks: tuple[bytes, ...]  # 16 bytes each
 
     def encode(self) -> bytes:
-        return (
-            _TABLE.pack(_TABLE_MAGIC, self.chunk, self.data_start, self.size)
-            + self.header
-            + b"".join(self.chunks)
-        )
+        fields = _TABLE.pack(_TABLE_MAGIC, self.chunk, self.data_start, self.size)
+        return fields + self.header + b"".join(self.chunks)
 
     @staticmethod
     def decode(raw: bytes, path: Path) -> DigestTable:
@@ -226,6 +216,11 @@ def state_digests(state: JsonObject) -> dict[str, str]:
     return {key: xxh3_128_hexdigest(_json(value))[:8] for key, value in state.items()}
 
 
+def differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    """The keys that have not the same digest in both."""
+    return [key for key in {**a, **b} if a.get(key) != b.get(key)]
+
+
 def _json(content: Any, indent: int | None = None) -> bytes:
     try:
         return json.dumps(content, indent=indent).encode()
@@ -256,24 +251,22 @@ def decode_manifest(raw: bytes, path: Path) -> JsonObject:
         content = parse_json(body)
         _check_content(content)
         check_run_state(content["state"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{path}: not a manifest of this format: {error}") from error
     return content
 
 
 def _check_content(content: JsonObject) -> None:
-    """Raise ValueError, KeyError or TypeError unless every field but the state's is sound."""
+    """Raise one of MALFORMED unless every field but the state's is sound."""
     found, version = content["format"], content["version"]
-    if found != FORMAT or type(version) is not int or version != VERSION:
+    if (found, version) != (FORMAT, VERSION):
         known = f"this program reads {FORMAT!r} version {VERSION}"
         raise ValueError(f"format {found!r} version {version!r}; {known}")
-    if not CONTENT(content) or not content["shards"]:
-        raise ValueError("iteration, attempt, created, shards or state are not what they should be")
     superseded = content.get("left", {})
-    expect(superseded, dict)
-    for later, attempt in superseded.items():
-        if int(later) <= content["iteration"] or not text(attempt):
-            raise ValueError("left is not of later iterations and their attempts")
+    if not CONTENT(content) or not content["shards"] or not texts(superseded):
+        raise ValueError("iteration, attempt, shards, state or left are not what they should be")
+    if any(int(later) <= content["iteration"] for later in superseded):
+        raise ValueError("left is not of later iterations")
     # Names are derived, never followed: a manifest cannot point outside its folder.
     for index, shard in enumerate(content["shards"]):
         if not SHARD(shard) or shard["file"] != shard_file(index):

@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.boxes import Dims
 from megatron.checkpoint.fetch import BATCH, DamageError, Range
 from megatron.checkpoint.index import Index, Piece, StoredTensor, newest_first
 from megatron.checkpoint.manifest import (
     MANIFEST,
-    TRACKER,
     CheckpointError,
     iteration_folder,
     list_iterations,
 )
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
-from megatron.config.input_files import InputError, open_regular
 from megatron.model.spec import Box
 
 if TYPE_CHECKING:
@@ -63,8 +62,6 @@ def open_checkpoint(
         others = [each for each in iterations if each < iteration]
         checkpoint, fault = _open_together(path, ranks, verify=older)
         if fault is None:
-            if ranks.first and step is None and iteration == iterations[0]:
-                _compare_tracker(root, path)
             return checkpoint
         if not older or not others:
             fix = ranks.from_first(lambda: _instead(root, others))
@@ -142,19 +139,6 @@ def _instead(root: Path, iterations: list[int]) -> str:
     return "no older whole checkpoint is there"
 
 
-def _compare_tracker(root: Path, newest: Path) -> None:
-    try:
-        with open_regular(root / TRACKER) as file:
-            tracker = file.read(64).decode(errors="replace").strip()
-    except (OSError, InputError):
-        tracker = None
-    if tracker != str(int(newest.name.removeprefix("iter_"))):
-        state = "is missing" if tracker is None else f"names {tracker!r}"
-        logger.warning(
-            f"{root / TRACKER} {state}; ignored: the newest whole checkpoint is {newest.name}"
-        )
-
-
 class Checkpoint(Index):
     """An opened checkpoint folder, and reads by box. Raises CheckpointError as Index does when it
     is opened, and for damaged data when it is read.
@@ -166,17 +150,11 @@ class Checkpoint(Index):
         """
         self.read_all([(box, into)])
 
-    def read_all(self, pairs: Iterable[BoxTensor]) -> None:
-        """The same of many, in the order in which they lie in the files: no shard is opened, and no
-        chunk is read, more than once.
-        """
-        self._read((box, box.view(into.detach())) for box, into in pairs)
-
     def read_tensor(self, name: str) -> Tensor:
         """The whole logical tensor `name`, on the CPU, in the dtype it was saved in."""
         stored = self._stored(name)
         result = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
-        self._read([(Box(name, stored.shape, (0,) * len(stored.shape), stored.shape), result)])
+        self.read(Box(name, stored.shape, (0,) * len(stored.shape), stored.shape), result)
         return result
 
     __getitem__ = read_tensor
@@ -198,22 +176,21 @@ class Checkpoint(Index):
             raise CheckpointError(f"{self.path}: holds no tensor {name}: {fix}")
         return self.tensors[name]
 
-    def _read(self, wanted: Iterable[tuple[Box, Tensor]]) -> None:
-        """Fill every view with the box that it holds."""
+    def read_all(self, pairs: Iterable[BoxTensor]) -> None:
+        """`read` of many, in the order in which they lie in the files: no shard is opened, and no
+        chunk is read, more than once.
+        """
         cuts: list[_Cut] = []
-        for box, view in wanted:
+        for box, into in pairs:
             stored = self._stored(box.name)
             if stored.shape != tuple(box.shape):
                 shapes = f"has shape {list(stored.shape)}, this model needs {list(box.shape)}"
                 raise CheckpointError(
                     f"{self.path}: {box.name} {shapes}: the model's flags or the tokenizer differ"
                 )
-            if not stored.shape:  # a scalar is read as a vector of one
-                view = view.view(1)
-            cuts += [
-                _Cut(piece, TORCH_DTYPES[stored.dtype], low, high, box.offset or (0,), view)
-                for piece, low, high in self.overlaps(box)
-            ]
+            dtype, view = TORCH_DTYPES[stored.dtype], box.view(into.detach())
+            for overlap in self.overlaps(box):
+                cuts.append(_Cut(*overlap, dtype, box.offset, view))
         # in the order of the files
         cuts.sort(key=lambda cut: (cut.piece.shard.number, cut.begin))
         try:
@@ -240,12 +217,12 @@ class _Batch(Range):
 
 
 class _Cut:
-    """[low, high) of a logical tensor: what `view`, which holds a box at `offset`, wants of one
-    piece.
+    """[low, high) of a logical tensor: what `view` [groups, rows, ...] (Box.view), which holds a
+    box at `offset`, wants of one piece.
     """
 
     def __init__(
-        self, piece: Piece, dtype: torch.dtype, low: tuple, high: tuple, offset: tuple, view: Tensor
+        self, piece: Piece, low: Dims, high: Dims, dtype: torch.dtype, offset: Dims, view: Tensor
     ) -> None:
         self.piece = piece
         self.dtype = dtype
@@ -253,20 +230,18 @@ class _Cut:
         self.high = high
         self.first_row = offset[0]  # of the box
         columns: Any = [slice(l - o, h - o) for l, h, o in zip(low[1:], high[1:], offset[1:])]
-        self.view = view[..., *columns]
-        own = piece.offset or (0,)
-        extent = piece.extent or (1,)
-        self.strides = [math.prod(extent[d + 1 :]) for d in range(len(extent))]
-        # the first needed element of a row
-        first = sum((l - o) * s for l, o, s in zip(low[1:], own[1:], self.strides[1:]))
-        last = sum((h - 1 - o) * s for h, o, s in zip(high[1:], own[1:], self.strides[1:])) + 1
-        self.begin = piece.start + ((low[0] - own[0]) * self.strides[0] + first) * dtype.itemsize
-        self.width = last - first
+        self.view = view[:, :, *columns]
+        self.strides = [math.prod(piece.extent[d + 1 :]) for d in range(len(low))]
+        # elements of the piece before the first row's first needed one, and to its last one
+        starts = [(l - o) * s for l, o, s in zip(low, piece.offset, self.strides)]
+        sizes = [(h - 1 - l) * s for l, h, s in zip(low[1:], high[1:], self.strides[1:])]
+        self.begin = piece.start + sum(starts) * dtype.itemsize
+        self.width = sum(sizes) + 1
 
     def batches(self) -> Iterator[_Batch]:
         """Bounded batches of rows."""
-        stride = self.strides[0] * self.dtype.itemsize
         size = self.dtype.itemsize
+        stride = self.strides[0] * size
         shard = self.piece.shard
         most = max(1, BATCH // stride)
         if stride > shard.chunk and self.width < self.strides[0]:
@@ -274,29 +249,17 @@ class _Cut:
         for row in range(self.low[0], self.high[0], most):
             rows = min(most, self.high[0] - row)
             begin = self.begin + (row - self.low[0]) * stride
-            yield _Batch(
-                shard, begin, begin + (rows - 1) * stride + self.width * size, self, row, rows
-            )
+            end = begin + (rows - 1) * stride + self.width * size
+            yield _Batch(shard, begin, end, self, row, rows)
 
     def copy(self, batch: _Batch, data: Tensor) -> None:
-        """Put the batch's bytes into their place."""
+        """Put the batch's bytes into their place, which may be in several groups of rows."""
         inner = [h - l for l, h in zip(self.low[1:], self.high[1:])]
         block = data.view(self.dtype).as_strided([batch.rows, *inner], self.strides)
         start = batch.row - self.first_row
-        for at, to, part in _row_blocks(self.view, len(self.strides), start, start + batch.rows):
-            part.copy_(block[at - start : to - start])
-
-
-def _row_blocks(
-    view: Tensor, dims: int, start: int, stop: int
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Rows [start, stop) of a box held by `view`, as (first, last + 1, tensor [rows, ...]) blocks
-    that alias `view`: [groups, rows, ...] (Box.view), or one group without its dimension.
-    """
-    if view.ndim == dims:
-        view = view[None]
-    rows = view.shape[1]
-    for group in range(start // rows, -(-stop // rows)):
-        low = max(start, group * rows)
-        high = min(stop, (group + 1) * rows)
-        yield low, high, view[group, low - group * rows : high - group * rows]
+        while len(block):
+            group, row = divmod(start, self.view.shape[1])
+            into = self.view[group, row : row + len(block)]
+            into.copy_(block[: len(into)])
+            block = block[len(into) :]
+            start += len(into)

@@ -8,9 +8,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from megatron.checkpoint.boxes import shapes_of
-from megatron.config.groups import Config, ModelConfig
-from megatron.config.input_files import InputError, JsonObject, expect
+from megatron.config.groups import Config
+from megatron.config.input_files import InputError, JsonObject
 from megatron.config.options import FIELDS, Option
 
 Check = Callable[[Any], bool]
@@ -18,10 +17,11 @@ HUGE = 1e300  # numbers that are no float, or nearly none, are no number of a ru
 LARGEST = 2**62  # sums of two counts still fit 64 bits
 PATTERN = 65536  # shares of a blend add up to this
 WEIGHTS = ("config", "vocab_size")  # what a checkpoint of weights alone has
+COUNTS = ("iteration", "consumed_samples", "scheduled_samples", "skipped_samples")
 RUN = (
     *WEIGHTS,
-    *"""iteration consumed_samples scheduled_samples skipped_samples evaluation_due optimizer_steps
-    scaler schedule ledger tokenizer versions""".split(),
+    *COUNTS,
+    *"evaluation_due optimizer_steps scaler schedule ledger tokenizer versions".split(),
 )
 
 
@@ -29,14 +29,12 @@ def check_run_state(state: JsonObject) -> None:
     """Raises InputError for a value that is there and is not of its type or in its range. A state
     without a configuration is not of a run, and holds anything.
     """
-    for name, holds in CHECKS.items() if "config" in state else ():
-        if name in state:
-            try:
-                good = holds(state[name])
-            except InputError as error:
-                raise InputError(f"state.{name}: {error}") from error
-            if not good:
-                raise InputError(f"state.{name} is not what a run writes there")
+    if "config" not in state:
+        return
+    wrong = [name for name, holds in CHECKS.items() if name in state and not holds(state[name])]
+    wrong = wrong or _wrong_options(state["config"])
+    if wrong:
+        raise InputError(f"state.{wrong[0]} is not what a run writes there")
 
 
 def require(state: JsonObject, names: Iterable[str]) -> None:
@@ -55,22 +53,21 @@ def from_saved(kind: type[T], saved: JsonObject, what: str) -> T:
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     unknown = [name for name in saved if name not in fields]
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in saved
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    fault = f"{what} is not what a run writes there:"
     if unknown:
         raise InputError(
-            f"{fault} this version does not know {', '.join(unknown)}; load it with the version "
-            "that saved it"
+            f"{what} is not what a run writes there: this version does not know "
+            f"{', '.join(unknown)}; load it with the version that saved it"
         )
-    if missing:
-        raise InputError(f"{fault} it lacks {', '.join(missing)}")
-    return kind(**saved)
+    try:
+        return kind(**saved)
+    except TypeError:
+        missing = [
+            name
+            for name, field in fields.items()
+            if name not in saved and field.default is dataclasses.MISSING
+        ]
+        lacks = ", ".join(missing)
+        raise InputError(f"{what} is not what a run writes there: it lacks {lacks}") from None
 
 
 # Defaults before YaRN took Megatron-LM's. Earlier versions wrote them for every model.
@@ -84,11 +81,12 @@ def config_of(state: JsonObject) -> Config:
     Raises InputError where there is none, and for an unknown field of the model that is set.
     """
     require(state, ["config"])
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    saved = state["config"]
+    known = Config().to_dict()
     unknown = [
         f"{name} {value!r}"
-        for name, value in state["config"].get("model", {}).items()
-        if name not in known and value not in (None, False)
+        for name, value in saved.get("model", {}).items()
+        if name not in known["model"] and value not in (None, False)
     ]
     if unknown:
         raise InputError(
@@ -96,10 +94,8 @@ def config_of(state: JsonObject) -> Config:
             "it with the version that saved it"
         )
     kept = {
-        group: {
-            name: value for name, value in state["config"].get(group, {}).items() if name in fields
-        }
-        for group, fields in Config().to_dict().items()
+        group: {name: value for name, value in saved.get(group, {}).items() if name in fields}
+        for group, fields in known.items()
     }
     model = kept["model"]
     scaled = model.get("position_embedding_type") == "yarn" or model.get("use_rope_scaling")
@@ -139,66 +135,56 @@ def texts(value: Any) -> bool:
 
 def has(**fields: Check) -> Check:
     """An object with these fields, and maybe others."""
+    return lambda value: (
+        type(value) is dict
+        and all(name in value and holds(value[name]) for name, holds in fields.items())
+    )
 
-    def check(value: Any) -> bool:
-        expect(value, dict)
-        return all(name in value and holds(value[name]) for name, holds in fields.items())
 
-    return check
+def listed(holds: Check) -> Check:
+    """A list of values of one kind."""
+    return lambda value: type(value) is list and all(map(holds, value))
+
+
+STYLES = {
+    "style": "lr_decay_style",
+    "wsd_style": "lr_wsd_decay_style",
+    "weight_decay_style": "weight_decay_incr_style",
+}
 
 
 def _schedule(value: Any) -> bool:
-    # imports torch, which a process that commits a checkpoint must not wait for
-    from megatron.optimizer.lr_schedule import ParamSchedule
-
-    expect(value, dict)
-    styles = {
-        "style": "lr_decay_style",
-        "wsd_style": "lr_wsd_decay_style",
-        "weight_decay_style": "weight_decay_incr_style",
-    }
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(ParamSchedule)}
-    return all(
-        each in FIELDS[styles[name]].choices
-        if name in styles
-        else number(each) or kinds.get(name, type(each).__name__) == type(each).__name__
+    return type(value) is dict and all(
+        each in FIELDS[STYLES[name]].choices
+        if name in STYLES
+        else number(each) or type(each) is bool or name.endswith("style")
         for name, each in value.items()
     )
 
 
 SOURCE = has(id=text, name=text, share=count, first_index=count)
+HISTORY = has(segments=listed(has(first_sample=count, sources=listed(SOURCE))))
 
 
 def _data_history(value: Any) -> bool:
-    expect(value, dict)
-    expect(value.get("segments"), list)
-    first = -1
-    for segment in value["segments"]:
-        expect(segment, dict)
-        expect(segment.get("sources"), list)
-        begins = segment.get("first_sample")
-        if not count(begins) or begins < first or not segment["sources"]:
-            raise InputError(
-                "a segment has no sources, or does not begin at a sample after the one before"
-            )
-        first = begins
-        sources = segment["sources"]
-        if not all(SOURCE(source) and text(source.get("content", "")) for source in sources):
-            raise InputError("a source has no id, name, share or first index")
-        if sum(source["share"] for source in sources) != PATTERN:
-            raise InputError(f"the shares of a segment do not add up to {PATTERN}")
-    return True
+    """Segments that begin one after the other, each of whole blends."""
+    if not HISTORY(value):
+        return False
+    segments = value["segments"]
+    begins = [segment["first_sample"] for segment in segments]
+    shares = {sum(source["share"] for source in segment["sources"]) for segment in segments}
+    contents = (source.get("content", "") for each in segments for source in each["sources"])
+    return begins == sorted(begins) and shares <= {PATTERN} and all(map(text, contents))
 
 
-def _config(value: Any) -> bool:
-    expect(value, dict)
-    for group, fields in value.items():
-        expect(fields, dict)
-        for name, each in fields.items():
-            option = FIELDS.get(name)
-            if option is not None and option.group == group and not _fits(option, each):
-                raise InputError(f"{group}.{name} is of another type")
-    return True
+def _wrong_options(config: JsonObject) -> list[str]:
+    """The fields of a configuration that are of another type."""
+    return [
+        f"config.{group}.{name}"
+        for group, fields in config.items()
+        for name, value in fields.items()
+        if name in FIELDS and FIELDS[name].group == group and not _fits(FIELDS[name], value)
+    ]
 
 
 def _fits(option: Option, value: Any) -> bool:
@@ -219,10 +205,7 @@ def _is_one(option: Option, value: Any) -> bool:
 
 
 CHECKS: dict[str, Check] = {
-    **dict.fromkeys(
-        ("iteration", "consumed_samples", "scheduled_samples", "skipped_samples"), count
-    ),
-    **dict.fromkeys(("open_steps", "open_skipped", "open_nan"), count),
+    **dict.fromkeys((*COUNTS, "open_steps", "open_skipped", "open_nan"), count),
     "open_loss": number,
     "evaluation_due": lambda value: type(value) is bool,
     "optimizer_steps": lambda value: number(value) and 0 <= value,
@@ -232,7 +215,6 @@ CHECKS: dict[str, Check] = {
     "device": text,
     "versions": texts,
     "kernels": texts,
-    "tensors": lambda value: shapes_of(value) is not None,
     "scaler": has(
         scale=lambda value: number(value) and 0 < value <= 2.0**127,
         clean_steps=count,
@@ -240,5 +222,7 @@ CHECKS: dict[str, Check] = {
     ),
     "schedule": _schedule,
     "ledger": _data_history,
-    "config": _config,
+    "config": lambda value: (
+        type(value) is dict and all(type(fields) is dict for fields in value.values())
+    ),
 }

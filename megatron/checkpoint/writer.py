@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -108,24 +107,11 @@ def shard_parts(pairs: Pairs) -> list[Pairs]:
 def write_shards(
     attempt: Attempt, parts: list[Pairs], verify: bool, progress: Callable[[int], None]
 ) -> list[JsonObject]:
-    """Write this rank's shards, each by a thread; the error of one ends all."""
-    lock = Lock()
-    faults: list[BaseException] = []
-
-    def report(count: int) -> None:
-        with lock:
-            if faults:
-                raise faults[0]
-            progress(count)
+    """Write this rank's shards, each by a thread."""
 
     def write(number: int) -> JsonObject:
-        index = attempt.index + number
-        where = attempt.folder, index, attempt.shards, attempt.iteration
-        try:
-            return write_shard(*where, parts[number], verify=verify, progress=report)
-        except BaseException as error:
-            faults.append(error)
-            raise
+        where = attempt.folder, attempt.index + number, attempt.shards, attempt.iteration
+        return write_shard(*where, parts[number], verify=verify, progress=progress)
 
     with ThreadPoolExecutor(MAX_SHARDS) as threads:
         return list(threads.map(write, range(len(parts))))
@@ -139,10 +125,7 @@ def write_shard(
     """
     pairs = in_file_order(pairs)
     data = (
-        memoryview(part.cpu().numpy())
-        for box, tensor in pairs
-        for piece in contiguous_pieces(box.view(tensor.detach()))
-        for part in piece.reshape(-1).view(torch.uint8).split(PIECE)
+        memoryview(part.cpu().numpy()) for each in data_bytes(pairs) for part in each.split(PIECE)
     )
     return write_shard_file(
         folder, index, shard_header(pairs, index, shards, iteration), data, **options
@@ -175,6 +158,13 @@ def shard_header(pairs: Pairs, index: int, shards: int, iteration: int) -> bytes
         ],
         metadata,
     )
+
+
+def data_bytes(pairs: Pairs) -> Iterator[Tensor]:
+    """The data of a shard that holds `pairs` one after the other, as flat tensors of bytes."""
+    for box, tensor in pairs:
+        for piece in contiguous_pieces(box.view(tensor.detach())):
+            yield piece.reshape(-1).view(torch.uint8)
 
 
 def contiguous_pieces(view: Tensor) -> Iterator[Tensor]:

@@ -56,6 +56,7 @@ class LocalCheckpoints:
         newest = max(shared, default=0)
         copies = self.redundancy == "partner"
         found = newest_local(self.nodes, run, 0 if older else newest, copies=copies)
+        checkpoint = None
         if found is None or found.iteration < newest:
             try:
                 checkpoint = open_checkpoint(load, None, ranks, older)
@@ -63,14 +64,12 @@ class LocalCheckpoints:
                 if found is None or not older:
                     raise
                 logger.warning(str(error))
-                checkpoint = None
-            if found is None or (checkpoint is not None and checkpoint.iteration > found.iteration):
-                return checkpoint
-        has = f"iteration {newest}" if shared else "none"
+        if found is None or (checkpoint is not None and checkpoint.iteration > found.iteration):
+            return checkpoint
         damaged = ", which is not whole" if newest > found.iteration else ""
         logger.info(
             f" taking the local checkpoint of iteration {found.iteration} ({self.nodes.root}): "
-            f"--load {load} has {has}{damaged}"
+            f"--load {load} has {f'iteration {newest}' if shared else 'none'}{damaged}"
         )
         return LocalCheckpoint(found)
 

@@ -8,11 +8,12 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoint.files import GIB, is_whole
-from megatron.checkpoint.index import load_bytes, read_head, read_table
+from megatron.checkpoint.files import GIB
+from megatron.checkpoint.index import Head, load_bytes, read_head, verify_shard
 from megatron.checkpoint.local.exchange import Stream
 from megatron.checkpoint.local.nodes import Nodes
 from megatron.checkpoint.local.saves import NodeAttempt
@@ -167,11 +168,10 @@ def _remove_damaged(found: Found) -> None:
 
 def _is_whole(folder: Path, number: int, record: JsonObject) -> bool:
     """Whether every byte of a file and of its digest table is as its entry specifies."""
-    try:
-        table = read_table(folder / table_file(number), record["table_digest"])
-    except CheckpointError:
-        return False
-    return is_whole(folder / shard_file(number), table)
+    with suppress(CheckpointError):
+        verify_shard(folder, number, record)
+        return True
+    return False
 
 
 # ---- a lost node ---------------------------------------------------------------------------------
@@ -192,11 +192,7 @@ def restore(found: Found, *, copies: bool) -> bool:
             _make(found, streams)
     except UserError as error:
         is_complete = not found.missing & set(found.shards)
-        outcome = "is not taken"
-        if is_complete:
-            outcome = (
-                "lacks an XOR parity block" if found.stripes else "has shards with one copy only"
-            )
+        outcome = "is taken without its redundancy" if is_complete else "is not taken"
         logger.warning(f"the local checkpoint of iteration {found.iteration} {outcome}: {error}")
         return is_complete
     return True
@@ -286,16 +282,12 @@ class LocalCheckpoint(Checkpoint):
         self.nodes = found.nodes
         self.found = found
         self._attempt: NodeAttempt | None = None
-        self._heads = _heads(found)
+        heads = _heads(found)
         self.nodes.ranks.gather_or_raise(
-            lambda: super(LocalCheckpoint, self).__init__(found.folder)
+            lambda: super(LocalCheckpoint, self).__init__(
+                found.folder, manifest=found.content, heads=heads
+            )
         )
-
-    def _read_manifest(self) -> JsonObject:
-        return self.found.content
-
-    def _read_head(self, number: int) -> tuple[int, bytes]:
-        return self._heads[number] if number in self._heads else super()._read_head(number)
 
     def fetch(self, boxes: Iterable[Box]) -> int:
         """Bring the shards that hold anything of `boxes` to this rank's node; returns how many
@@ -355,7 +347,7 @@ class LocalCheckpoint(Checkpoint):
             self._attempt = None
 
 
-def _heads(found: Found) -> dict[int, tuple[int, bytes]]:
+def _heads(found: Found) -> dict[int, Head]:
     """`read_head` of every shard that some node lacks, on every rank."""
     ranks = found.nodes.ranks
     everywhere = set.intersection(*found.held)

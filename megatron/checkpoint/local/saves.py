@@ -119,21 +119,19 @@ class NodeAttempt(Attempt):
         manifest's fields of parity blocks.
         """
         owners = [record["rank"] for record in records]
+        streams: list[Stream] = []
+        sets: list[list[int | None]] = []
         if redundancy == "partner":
-            copies = partner_copies(self.nodes, records)
-            self.make(copies, records, owners.__getitem__, self.folder, len(records))
-        if redundancy != "xor":
-            return {}
-        numbers = {rank: number for number, rank in enumerate(owners)}
-        stripes = stripes_of(self.nodes.members)
-        sets = [[numbers.get(rank) for rank in ranks] for ranks in stripes]
-        streams = [
-            stripe.xor_block(place, rank)
-            for stripe, ranks in zip(stripes_in(records, sets), stripes)
-            for place, rank in enumerate(ranks)
-        ]
+            streams = partner_copies(self.nodes, records)
+        elif redundancy == "xor":
+            numbers = {rank: number for number, rank in enumerate(owners)}
+            stripes = stripes_of(self.nodes.members)
+            sets = [[numbers.get(rank) for rank in ranks] for ranks in stripes]
+            for stripe, ranks in zip(stripes_in(records, sets), stripes):
+                streams += [stripe.xor_block(place, rank) for place, rank in enumerate(ranks)]
         made = self.make(streams, records, owners.__getitem__, self.folder, len(records))
-        return {"sets": sets, "parities": [made[stream.number] for stream in streams]}
+        parities = [made[stream.number] for stream in streams]
+        return {"sets": sets, "parities": parities} if sets else {}
 
     def make(
         self,
@@ -218,31 +216,21 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
     """Raise CheckpointError unless every rank has a counterpart in the same place elsewhere."""
     sizes = [len(ranks) for ranks in nodes.members]
     flag = f"--local-redundancy {redundancy}"
-    if len(sizes) == 1:
-        what = "a partner is another one" if redundancy == "partner" else "an XOR group has several"
-        raise CheckpointError(
-            f"{flag}: all ranks see the same {nodes.root}, which counts as one node, and "
-            f"{what}: start on two or more nodes, or give --local-redundancy none"
-        )
-    if len(set(sizes)) > 1:
+    if len(sizes) == 1 or len(set(sizes)) > 1:
         shown = ", ".join(f"{host} {size}" for host, size in zip(nodes.hosts, sizes))
         raise CheckpointError(
-            f"{flag}: needs the same number of ranks on every node, found {shown}: start as "
-            "many on each, or give --local-redundancy none"
+            f"{flag}: needs two or more nodes (ranks that see the same {nodes.root}) with the same "
+            f"number of ranks, found {shown}: start as many on each, or give "
+            "--local-redundancy none"
         )
     if len(set(nodes.hosts)) < len(sizes):
-        lost = "both copies" if redundancy == "partner" else "two nodes of an XOR group"
         logger.warning(
-            f"{flag}: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} "
-            f"host(s): when a host is lost, so may be {lost}"
+            f"{flag}: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} host(s): when "
+            "a host is lost, so may be several nodes"
         )
     if redundancy == "xor":
-        groups = [len(group) for group in xor_groups_of(len(sizes))]
-        part = " or ".join("all" if size == 2 else f"1/{size - 1}" for size in sorted(set(groups)))
-        logger.info(
-            f" {flag}: {len(sizes)} nodes in XOR groups of {some([*map(str, groups)], 8)}; one "
-            f"node of each may be lost; a node keeps {part} of the largest's bytes in addition"
-        )
+        groups = some([str(len(group)) for group in xor_groups_of(len(sizes))], 8)
+        logger.info(f" {flag}: nodes in XOR groups of {groups}; one node of each may be lost")
 
 
 def require_space(
@@ -252,7 +240,13 @@ def require_space(
     checkpoints, the one that is being written and, with `flushes`, one that is still on its way to
     --save. `own_bytes`: of this rank's shard. What this run has there already counts as free.
     """
-    one = _node_bytes(nodes, nodes.ranks.gather_or_raise(lambda: own_bytes), redundancy)
+    by_rank = nodes.ranks.gather_or_raise(lambda: own_bytes)
+    one = max(sum(by_rank[rank] for rank in ranks) for ranks in nodes.members)
+    if redundancy == "partner":
+        one *= 2
+    elif redundancy == "xor":
+        smallest = min(map(len, xor_groups_of(len(nodes.members))))
+        one += one // (smallest - 1) + ALIGN * len(nodes.members[0])
     count = NUM_KEPT + 1 + flushes
 
     def check() -> None:
@@ -260,43 +254,24 @@ def require_space(
         free = shutil.disk_usage(nodes.root).free + own
         if count * one <= free:
             return
-        flushing = ", one on its way to --save" if flushes else ""
+        others = _size(nodes.root) - own
         fix = ", or --local-redundancy none" if redundancy != "none" else ""
-        if others := _size(nodes.root) - own:
-            fix += f". Other runs have {others / GIB:.3g} GiB there: remove run-* no longer needed"
         raise CheckpointError(
             f"--local-checkpoint-dir {nodes.root} on {nodes.host}: {count} checkpoints ({NUM_KEPT} "
-            f"kept, one being written{flushing}) of {one / GIB:.3g} GiB each need "
-            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free. Give a larger "
+            f"kept, {count - NUM_KEPT} being written) of {one / GIB:.3g} GiB each need "
+            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free (other runs have "
+            f"{others / GIB:.3g} GiB there). Remove run-* no longer needed, give a larger "
             f"folder{fix}"
         )
 
     nodes.ranks.gather_or_raise(lambda: check() if nodes.first else None)
 
 
-def _node_bytes(nodes: Nodes, by_rank: list[int], redundancy: str) -> int:
-    """Bytes of one checkpoint on this rank's node, copies and parity blocks included; `by_rank`: of
-    every rank's shard.
-    """
-    own = [sum(by_rank[rank] for rank in ranks) for ranks in nodes.members]
-    found = own[nodes.index]
-    if redundancy == "partner":
-        found += own[nodes.index - 1]
-    elif redundancy == "xor":
-        here = set(nodes.members[nodes.index])
-        for ranks in stripes_of(nodes.members):
-            if here & set(ranks):
-                largest = max(by_rank[rank] for rank in ranks)
-                found += largest // (len(ranks) - 1) + ALIGN
-    return found
-
-
 def _size(folder: Path) -> int:
-    """Bytes of the files in a folder of folders, a file with several names once."""
-    found = {}
+    """Bytes of the files in a folder of folders, some of which may be removed at the same time."""
+    size = 0
     for base, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
-                status = os.lstat(Path(base, name))
-                found[status.st_ino] = 512 * status.st_blocks
-    return sum(found.values())
+                size += 512 * os.lstat(Path(base, name)).st_blocks
+    return size

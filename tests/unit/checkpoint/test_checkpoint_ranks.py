@@ -60,7 +60,7 @@ def save(
 def test_a_different_cut_is_refused_on_every_rank(gloo_world, tmp_path):
     gloo_world(2).run(save, tmp_path, 1, 1, BOTH)
     first, second = gloo_world(2).run(save, tmp_path, 1, 1, 1, STATE)
-    text = "differs from this run in: how tensors are cut into shards."
+    text = "differs from this run in: tensors, or how they are cut into shards."
     assert first == second and f"iter_0000001 exists already, is whole, and {text}" in first[0]
     loads(open_checkpoint(tmp_path).path, example(1))
     assert listing(tmp_path) == WHOLE

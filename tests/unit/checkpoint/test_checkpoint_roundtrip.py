@@ -12,7 +12,6 @@ import stat
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from logged import silently
 
-from megatron.checkpoint import commit, files, manifest, reader, writer
+from megatron.checkpoint import commit, manifest, reader, writer
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, shard_bytes
@@ -283,42 +282,3 @@ def test_any_number_of_cores_saves_the_same_tensors(tmp_path, monkeypatch, cores
     assert max(sizes) - min(sizes) < 2000, "more than a row or two of each tensor"
     again = save_checkpoint(tmp_path / "again", 1, pairs(example()), {})
     assert files_of(again) == files_of(path)
-
-
-def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):
-    save_checkpoint(tmp_path, 1, pairs(example(1)), {})
-    cores(3)
-    calls, real = [], os.pwritev
-
-    def full(file, buffers, at):
-        calls.append(at)
-        if len(calls) == 8:
-            raise OSError(28, os.strerror(28))
-        time.sleep(1e-3)
-        return real(file, buffers, at)
-
-    monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(
-        CheckpointError,
-        match=r"iteration 2 was not saved: No space left on device",
-    ):
-        save_checkpoint(tmp_path, 2, pairs(example(2)), {})
-    assert len(calls) <= 8 + 2 * 2, "the others wrote on"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", manifest.TRACKER]
-    loads(open_checkpoint(tmp_path).path, example(1))
-
-
-def test_what_has_been_taken_is_written_before_more_is_asked_for(tmp_path):
-    """A buffer may be filled anew: of the writer process, of the copies between nodes."""
-    buffer = bytearray(CHUNK)
-
-    def data():
-        for number in range(40):
-            buffer[:] = bytes([number]) * CHUNK
-            yield memoryview(buffer)[:100]
-            yield memoryview(buffer)[100:]
-
-    files.write_shard_file(tmp_path, 0, b"h" * 8, data(), verify=True)
-    assert (tmp_path / manifest.shard_file(0)).read_bytes() == b"h" * 8 + b"".join(
-        bytes([number]) * CHUNK for number in range(40)
-    )

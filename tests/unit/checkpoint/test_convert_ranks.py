@@ -8,11 +8,8 @@ import contextlib
 import errno
 import io
 import json
-import multiprocessing
 import re
 import sys
-import threading
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +20,6 @@ from megatron.tools._convert import huggingface_files
 from reshard_cases import flags, start
 from test_huggingface import difference
 
-from megatron.checkpoint import fetch, manifest
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.groups import Config, ModelConfig
 from megatron.model.build import model_shapes
@@ -136,64 +132,6 @@ def run_of(layers: int, hidden: int, heads: int, positions: int, vocab: int) -> 
     }
 
 
-def peak_of(*words: object, piece: int = huggingface_files.PIECE) -> int:
-    """Anonymous memory that the tool takes at its peak above what was held before (mapped pages of
-    files are the kernel's to forget), in a separate process: what earlier tests have freed would
-    hide what is taken, and what they have left in pieces would add to it.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as process:
-        return process.submit(peak_here, piece, *words).result()
-
-
-def peak_here(piece: int, *words: object) -> int:
-    def held() -> int:
-        return next(
-            int(line.split()[1]) << 10
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("RssAnon")
-        )
-
-    seen, ended = [before := held()], threading.Event()
-    sampler = threading.Thread(
-        target=lambda: [seen.append(held()) for _ in iter(lambda: ended.wait(0.001), True)]
-    )
-    sampler.start()
-    with mock.patch.object(huggingface_files, "PIECE", piece):
-        code, shown = convert(*words)
-    ended.set()
-    sampler.join()
-    assert code == 0 and len(seen) > 20, shown
-    return max(seen) - before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.full
-def test_no_whole_model_in_memory(tmp_path):
-    # most of it in an embedding and in matrices that GPT-2 transposes
-    shards, state = run_of(1, 1024, 16, 16, 30_000)
-    save_in_shards(tmp_path / "run", 1, shards, state)
-    size = sum(tensor.nbytes for _, tensor in shards[0])
-    assert size > 160 << 20
-    reader = (fetch.PREFETCHED + 2) * (fetch.BATCH + 2 * manifest.CHUNK)
-    # a piece as it is read, converted and turned (or the writer's 16 MiB), and the allocator
-    bound = reader + 6 * huggingface_files.PIECE
-    assert bound < size / 2
-    assert peak_of("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") < bound
-    assert peak_of("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "back") < bound
-    # the measure sees whole tensors
-    words = "--load", tmp_path / "run", "--to-huggingface", tmp_path / "again"
-    assert peak_of(*words, piece=1 << 40) > bound
-    with (
-        open_checkpoint(tmp_path / "run") as run,
-        open_checkpoint(tmp_path / "back") as back,
-    ):
-        assert all(
-            same_bits(run[name], back[name])
-            for name in ("embedding.word.weight", "layers.0.mlp.up.weight")
-        )
-
-
 def test_a_failed_or_interrupted_export_leaves_nothing_that_looks_complete(
     tmp_path, gloo_world, monkeypatch
 ):
@@ -214,11 +152,3 @@ def test_a_failed_or_interrupted_export_leaves_nothing_that_looks_complete(
     code, shown = convert(*words)
     assert code == 0 and f"{left} is left of an export that was interrupted" in shown
     assert (tmp_path / "hf" / "config.json").exists()
-
-
-def test_a_free_disk_is_asked_for_first(tmp_path, monkeypatch):
-    save_in_shards(tmp_path / "run", 1, *run_of(1, 8, 2, 4, 11))
-    monkeypatch.setattr(huggingface_files.shutil, "disk_usage", lambda path: mock.Mock(free=100))
-    code, shown = convert("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
-    assert code == 2 and "GiB left" in shown
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -253,16 +253,6 @@ def test_partitions_that_do_not_belong_together(tmp_path, kind):
     second.write_bytes(kept[: len(kept) // 2])
     refused(f"{second}: is not a file of torch.save")
     second.write_bytes(kept)
-    third = folder / second.name.replace("rank_1", "rank_2", 1)
-    third.write_bytes(kept)
-    refused("is one of 2 partitions, and there are more")
-    third.rename(folder / second.name.removeprefix("bf16_"))
-    refused("files of two saves lie in one folder")
-    (folder / second.name.removeprefix("bf16_")).rename(
-        folder / "expp_rank_0_mp_rank_00_optim_states.pt"
-    )
-    refused("experts have no counterpart here")
-    (folder / "expp_rank_0_mp_rank_00_optim_states.pt").unlink()
     write_huggingface(tmp_path / "other", "gpt2", kind, 3)
     shutil.copy(tmp_path / "other" / "global_step3" / second.name, second)
     refused(
@@ -284,13 +274,7 @@ def test_models_that_do_not_fit(tmp_path):
     )
     words = ("--from-deepspeed", root, "--save", tmp_path / "run")
     assert "model.norm.weight was frozen and has no master weight" in convert(*words)[1]
-    write_huggingface(root, "qwen3", "1", 2, param_shapes=None)
-    assert "holds no param_shapes" in convert(*words)[1]
     write_huggingface(root, "qwen3", "1", 2)
-    assert (
-        "drop --vocab-size and --qkv-order"
-        in convert(*words, "--vocab-size", 9, "--qkv-order", "grouped")[1]
-    )
     described = json.loads((root / "config.json").read_text())
     for changes, text in (
         ({"num_hidden_layers": 4}, "tensors missing: model.layers.3"),
@@ -302,6 +286,4 @@ def test_models_that_do_not_fit(tmp_path):
     assert "no config.json there" in convert(*words)[1]
     (root / "latest").write_text("global_step4")
     assert "no *_optim_states.pt there" in convert(*words)[1]
-    (root / "latest").write_text("../theirs")
-    assert "is not the name of a folder" in convert(*words)[1]
     assert not (tmp_path / "run").exists()

@@ -86,7 +86,6 @@ CASES = {
         },
         "gpt2",
     ),
-    "gpt2 squared-relu": (GPT2, {"activation": "squared-relu"}, "gpt2"),
     "llama": (LLAMA, {}, "llama"),
     "llama tied, gqa, eps": (
         LLAMA,
@@ -110,17 +109,11 @@ CASES = {
         {"add_qkv_bias": True, "window_size": 5, "window_attn_skip_freq": "[1,0,1]"},
         "qwen2",
     ),
-    "qwen2 wide heads": (
-        LLAMA,
-        {"add_qkv_bias": True, "kv_channels": 12, "hidden_size": 36},
-        "qwen2",
-    ),
     "qwen3": (
         LLAMA,
         {"qk_layernorm": True, "kv_channels": 12, "norm_epsilon": 1e-2, **GQA},
         "qwen3",
     ),
-    "qwen3 window": (LLAMA, {"qk_layernorm": True, "window_size": 7}, "qwen3"),
     # of Mixtral ffn_hidden_size is the width of experts, since no layer is dense
     "mixtral": (MIXTRAL, {}, "mixtral"),
     "mixtral window, top 1": (
@@ -137,11 +130,6 @@ CASES = {
             "kv_channels": 12,
             **GQA,
         },
-        "granitemoeshared",
-    ),
-    "granitemoeshared top 1, yarn": (
-        MIXTRAL,
-        {"moe_shared_expert_intermediate_size": 40, "moe_router_topk": 1, **YARN},
         "granitemoeshared",
     ),
     "qwen3_moe": (
@@ -161,34 +149,23 @@ CASES = {
         "qwen3_moe",
     ),
     "qwen2_moe": (MIXTRAL, {**SHARED, "moe_router_pre_softmax": True, **GQA}, "qwen2_moe"),
-    "qwen2_moe window, no biases, every second layer": (
-        MIXTRAL,
-        {**SHARED, "add_qkv_bias": False, "window_size": 5, "moe_layer_freq": "2"},
-        "qwen2_moe",
-    ),
     "glm4_moe": (MIXTRAL, {**BIASED, **HALF, **GQA, "add_qkv_bias": True}, "glm4_moe"),
-    "glm4_moe qk norm": (MIXTRAL, {**BIASED, **HALF, "qk_layernorm": True}, "glm4_moe"),
     "dots1": (MIXTRAL, {**BIASED, "qk_layernorm": True, "rotary_base": 500.0}, "dots1"),
     "phi3": (LLAMA, {"kv_channels": 12, **GQA}, "phi3"),
-    "phi3 partial, window": (LLAMA, {**HALF, "window_size": 5}, "phi3"),
     "seed_oss": (LLAMA, {"add_qkv_bias": True, "kv_channels": 12, **GQA}, "seed_oss"),
     "ernie4_5": (LLAMA, {"kv_channels": 12, **GQA}, "ernie4_5"),
-    "ernie4_5 biases, yarn": (LLAMA, {**BIASES, **YARN}, "ernie4_5"),
     "arcee": (LLAMA, {"activation": "squared-relu", **YARN, **GQA}, "arcee"),
-    "arcee biases": (LLAMA, {"activation": "gelu", **BIASES}, "arcee"),
     "starcoder2": (
         LLAMA,
         {**LAYER_NORM, **BIASES, "activation": "gelu-tanh", "window_size": 5, **GQA},
         "starcoder2",
     ),
-    "starcoder2 without biases": (LLAMA, {**LAYER_NORM, "activation": "gelu"}, "starcoder2"),
     "stablelm": (LLAMA, {**LAYER_NORM, **HALF, "add_qkv_bias": True, **GQA}, "stablelm"),
     "nemotron": (
         LLAMA,
         {**LAYER_NORM, "activation": "squared-relu", "rotary_percent": 0.5, "kv_channels": 12},
         "nemotron",
     ),
-    "nemotron biases": (LLAMA, {**LAYER_NORM, **BIASES, **HALF, "activation": "gelu"}, "nemotron"),
     "gpt_neox": (LLAMA, {**LAYER_NORM, **BIASES, **HALF, "activation": "gelu"}, "gpt_neox"),
 }
 # float64 rounds the offset of their norms
@@ -330,9 +307,6 @@ def test_rotary_fields_of_transformers_4_mean_the_same():
             {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0},
             "(?s)--attn-logit-softcapping.*--final-logit-softcapping",
         ),
-        (GPT2, {"num_experts": 4, "moe_ffn_hidden_size": 8}, "--position-embedding-type learned"),
-        (MIXTRAL, {"moe_router_num_groups": 5, "moe_router_group_topk": 1}, "num-groups 5"),
-        (MIXTRAL, {**SHARED, "qk_layernorm": True}, "--qk-layernorm"),
     ],
 )
 def test_flags_without_a_counterpart_are_refused_by_name(base, changes, text):
@@ -345,7 +319,6 @@ def test_flags_without_a_counterpart_are_refused_by_name(base, changes, text):
     [
         ({"model_type": "bloom"}, "model_type 'bloom'"),
         ({"attention_bias": True}, "mlp_bias False"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"num_hidden_layers": 4}, "tensors missing: model.layers.3"),
         (
@@ -356,9 +329,7 @@ def test_flags_without_a_counterpart_are_refused_by_name(base, changes, text):
             },
             "layer_types: 'chunked_attention' has no counterpart",
         ),
-        ({"hidden_size": None}, "config.json lacks 'hidden_size'"),
         ({"model_type": "olmoe"}, "'olmoe' has no .*q_norm and k_norm normalise all heads"),
-        ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual True"),
         (
             {"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}},
             "'longrope' .a factor for each channel, by two lists for short and for long sequences",
@@ -438,14 +409,6 @@ def test_parts_of_fused_experts_are_cut_at_each_expert():
     assert all(torch.equal(made[name], held[name]) for name in rule.ours)
 
 
-def test_a_tensor_of_other_experts_is_refused():
-    _, held = build(MIXTRAL)
-    described, theirs = exported(MIXTRAL, held, fused=True)
-    described["num_local_experts"] = 4
-    with pytest.raises(ValueError, match=r"gate_up_proj \[5, 160, 32\] does not hold 4 matrices"):
-        imported(described, theirs)
-
-
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [
@@ -463,11 +426,3 @@ def test_which_layers_have_experts(changes, pattern):
     else:
         described["mlp_only_layers"] = []
         assert imported(described | changes, theirs)[0].moe_layer_freq == pattern
-
-
-def test_older_qwen2_moe_with_windows_is_refused():
-    config = dataclasses.replace(MIXTRAL, **SHARED, window_size=5)
-    described, theirs = exported(config, build(config)[1])
-    del described["layer_types"]
-    with pytest.raises(ValueError, match="use_sliding_window without layer_types"):
-        imported(described, theirs)

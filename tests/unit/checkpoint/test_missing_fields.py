@@ -8,19 +8,15 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
 from megatron.tools._convert.families import FAMILIES, Family
 from megatron.tools._convert.huggingface import _our_fields, their_config
-from megatron.tools._convert.huggingface_rotary import our_rotary
 from test_huggingface import CASES, VOCAB
 from test_lost_fields import MODELS
 
 from megatron.config.groups import ModelConfig
-from megatron.model.attention.rotary import inverse_frequencies
 
 transformers = pytest.importorskip("transformers")
 
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 BY_SOFTMAX = {
     "moe_router_score_function": "softmax",
@@ -79,26 +75,3 @@ def test_fields_that_are_left_out(kind):
                 wrong.append((names, differ))
     assert not wrong
     assert compared > 10
-
-
-@pytest.mark.parametrize(
-    "name", [None, "beta_fast", "beta_slow", "original_max_position_embeddings"]
-)
-@pytest.mark.parametrize("beta_slow", [2.0, 0.001])  # the second: the ramp ends behind all pairs
-def test_fields_of_yarn_that_are_left_out(name, beta_slow):
-    """Frequencies are those of transformers, to fp32's rounding."""
-    scaling = {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 512,
-        "beta_fast": 20.0,
-        "beta_slow": beta_slow,
-    }
-    scaling.pop(name, None)
-    sizes = {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 8192}
-    config = sizes | {"rope_theta": 10000.0, "rope_scaling": scaling}
-    fields = our_rotary(FAMILIES["llama"], config, [])  # first: transformers fills config in
-    theirs, their_factor = ROPE_INIT_FUNCTIONS["yarn"](transformers.LlamaConfig(**config), "cpu")
-    ours, our_factor = inverse_frequencies(ModelConfig(**sizes, kv_channels=128, **fields))
-    torch.testing.assert_close(ours.float(), theirs, rtol=2e-6, atol=0)
-    assert our_factor == their_factor

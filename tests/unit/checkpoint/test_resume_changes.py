@@ -20,14 +20,13 @@ from reshard_cases import differing, flags, saved, saving, start
 from test_checkpoint_damage import RUN_STATE
 
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.run_state import check_run_state, config_of, from_saved
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.config.options import FIELDS
 from megatron.optimizer import lr_schedule
 from megatron.optimizer.lr_schedule import ParamSchedule
-from megatron.training import prepare
 from megatron.training import resume as resume_module
 from megatron.training.resume import changed_data, changed_fields, check_complete, logged_changes
 from megatron.training.run import Progress
@@ -97,28 +96,6 @@ def test_another_schedule_is_not_bit_for_bit(root):
         ("--use-checkpoint-opt-param-scheduler", "resumes bit for bit"),
     ):
         assert text in resume(root, "--exit-interval 4 --lr 2e-2", flag)
-
-
-DECOUPLED = ("--decoupled-lr", "2e-2")
-CHOOSES = "choose with --override-opt-param-scheduler"
-
-
-def test_a_decoupled_rate_is_part_of_the_schedule(root):
-    """Against a checkpoint without one, which is what was written before there was one."""
-    assert not {"decoupled_max_lr", "decoupled_min_lr"} & schedule_of(root, 3).keys()
-    shown = resume(root, "--exit-interval", 4, *DECOUPLED)
-    assert "  decoupled_max_lr: checkpoint None, command line 0.02\n" in shown
-    assert "  decoupled_min_lr: checkpoint None, command line 0.0\n" in shown
-    assert CHOOSES in shown and "exit code" not in shown
-    shown = resume(root, "--exit-interval", 4, *DECOUPLED, "--override-opt-param-scheduler")
-    taken = "schedule: decoupled_max_lr: checkpoint None, command line 0.02; the command line's is"
-    assert taken in shown and "| decoupled learning rate: " in shown
-
-
-def schedule_of(folder: Path, iteration: int) -> dict:
-    """What a checkpoint has of the schedule."""
-    with Checkpoint(saved(folder, iteration)) as checkpoint:
-        return checkpoint.state["schedule"]
 
 
 def ledger(*sources: tuple[str, str, int]) -> dict:
@@ -335,16 +312,6 @@ def test_a_second_stage_changes_positions(root, stage):
     assert found.endswith("exit code 0")
 
 
-def test_a_learned_table_of_another_length_is_another_model():
-    old = replace(Config().model, max_position_embeddings=16)
-    new = replace(Config().model, max_position_embeddings=32)
-    state = state_of(replace(Config(), model=old))
-    options = replace(Config().checkpoint, finetune=True)
-    config = replace(Config(), model=new, checkpoint=options)
-    (change,) = changed_fields(state, config, 50, "t")
-    assert change.text.startswith("--max-position-embeddings") and change.accept is None
-
-
 def test_other_changes_are_listed_one_a_line_before_the_first_step(root):
     shown = resume(
         root,
@@ -452,21 +419,6 @@ def test_a_state_that_lacks_what_a_run_goes_on_with(tmp_path, change, fault):
     change(state)
     with pytest.raises(CheckpointError, match=f"cannot be loaded: {fault}"):
         check_complete(checkpoint, weights_alone=False)
-
-
-@pytest.mark.parametrize("hidden_size, fault", [(64, "does not fit this run"), (8, "--finetune")])
-def test_a_converted_checkpoint_is_checked_before_finetune_is_named(tmp_path, hidden_size, fault):
-    """With another model --finetune would fail too."""
-    ours, theirs = (
-        replace(Config(), model=replace(Config().model, hidden_size=size))
-        for size in (8, hidden_size)
-    )
-    state = {**copy.deepcopy(RUN_STATE), **state_of(theirs)}
-    state.pop("schedule", None)
-    checkpoint = SimpleNamespace(state=state, iteration=2, path=tmp_path)
-    tokenizer = SimpleNamespace(vocab_size=50, fingerprint="t")
-    with pytest.raises(CheckpointError, match=fault):
-        prepare._resumed(checkpoint, ours, tokenizer)
 
 
 # ---- checkpoints of earlier versions -------------------------------------------------------------

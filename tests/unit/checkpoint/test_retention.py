@@ -17,11 +17,9 @@ from logged import logged, silently
 from megatron.tools._report.metrics_file import read_metrics
 from reshard_cases import BASE, FEATURES, start
 
-from megatron.checkpoint import manifest
 from megatron.checkpoint.commit import Policy, retire
 from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.manifest import (
-    CheckpointError,
     iteration_folder,
     list_iterations,
 )
@@ -94,12 +92,6 @@ def test_nothing_goes_before_the_newest_is_known_to_be_whole(root, log_lines):
     first, _ = log_lines
     assert "iter_0000010/shard-00000.digests" in first and "were not deleted" in first
     assert len(list_iterations(root)) == 10
-
-
-def test_later_iterations_of_another_pass_stay_and_what_was_just_saved_too(root):
-    """After --ckpt-step 4 a run has saved iteration 5 anew."""
-    assert silently(retire, root, Policy(last=2), 5) == [3, 2, 1]
-    assert list_iterations(root) == [10, 9, 8, 7, 6, 5, 4]
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync"])
@@ -225,14 +217,3 @@ def test_what_was_left_is_the_oldest_once_it_has_been_passed(tmp_path):
             run.save(iteration)
         assert silently(retire, tmp_path, Policy(last=2), iteration) == gone
     assert list_iterations(tmp_path) == [35, 25] and newest(tmp_path) == (35, [])
-
-
-def test_a_damaged_one_is_not_replaced_by_what_was_left(tmp_path):
-    Run(tmp_path, 1).save(10, 30)
-    Run(tmp_path, 2).save(20)
-    (tmp_path / iteration_folder(20) / manifest.shard_file(0)).unlink()
-    with pytest.raises(
-        CheckpointError,
-        match=r"iter_0000020 cannot be loaded; load the older whole one with --ckpt-step 10\.",
-    ):
-        open_checkpoint(tmp_path)
