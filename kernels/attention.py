@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from megatron.kernels import lang, philox
 from megatron.kernels.attention_backward import (
+    allocate,
     backward,
-    make_room,
     row_of_keys,
     tanh,
-    why_not_atomic,
+    unsupported_atomics,
 )
 from megatron.kernels.attention_launch import (
     RUNTIME,
@@ -94,17 +94,12 @@ def keep_mask(
     return philox.keep_mask(key, words, keys, drop, blocks=fours).view(*rows[0].shape, keys)
 
 
-def _seen(mask: AttentionMask, x: Tensor) -> Tensor:
-    """Where queries see keys, of scores x [b, n, s, t]."""
-    return mask.dense(x.shape[-2], x.shape[-1], x.device)
-
-
 def _softmax_of_seen(x: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
     """(lse [b, n, s], p [b, n, s, t]) of scores x [b, n, s, t] where queries see keys; of rows that
     see nothing lse is -inf and p 0.
     """
     s, t = x.shape[-2:]
-    see = _seen(mask, x)
+    see = mask.dense(s, t, x.device)
     x = x.masked_fill(~see, float("-inf"))
     if mask.q_positions is None and s <= t:  # each query sees itself
         return torch.logsumexp(x, -1), torch.softmax(x, -1)
@@ -158,8 +153,12 @@ def attention_reference_backward(
     dout, out = (x.permute(1, 2, 0, 3) for x in (dout, out))
     q, k, v = _by_query_head(q, k, v)
     x, tanh_of_x = _scores(q, k, options.scale, options.softcap)
-    p = torch.exp(x - lse[..., None]).masked_fill(~_seen(mask, x), 0.0)
-    factor = _dropout_factor(p, mask, options, sample_ids)
+    see = mask.dense(*x.shape[-2:], x.device)
+    p = torch.exp(x - lse[..., None]).masked_fill(~see, 0.0)
+    factor = 1.0
+    if options.drop > 0:
+        kept = _kept(p, mask, options, sample_ids)
+        factor = kept.to(p.dtype) * (1 / (1 - options.drop))
     dp = (dout @ v.transpose(-1, -2)).to(wide) * factor
     ds = p * (dp - (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)) * options.scale
     if tanh_of_x is not None:
@@ -175,15 +174,6 @@ def _of_keys(weights: Tensor, rows: Tensor, group: int) -> Tensor:
     """
     summed = weights.transpose(-1, -2) @ rows
     return summed.unflatten(1, (-1, group)).sum(2).permute(2, 0, 1, 3)
-
-
-def _dropout_factor(
-    p: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None
-) -> Tensor | float:
-    """What dropout multiplies probabilities p [b, n, s, t] by."""
-    if options.drop == 0:
-        return 1.0
-    return _kept(p, mask, options, sample_ids).to(p.dtype) * (1 / (1 - options.drop))
 
 
 def _kept(p: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None) -> Tensor:
@@ -373,7 +363,7 @@ def forward(
     return out, lse
 
 
-def unfit(
+def unsupported_heads(
     d: int,
     arch: int = lang.HOPPER,
     dtype: torch.dtype = torch.bfloat16,
@@ -386,25 +376,24 @@ def unfit(
     """
     if d > 256 or d % 8:
         return f"head dimension {d}, which is no multiple of 8 up to 256"
+    if dtype == torch.float32:
+        return None  # its tiles fit every GPU
     options = Options(1.0, softcap, drop)
-    rows = (
-        ()
-        if dtype == torch.float32
-        else (
-            find(f"attention {kernel}", arch, **table_key(d, options, causal))
-            for kernel in ("forward", "dkv", "dq")
-            for causal in (True, False)
-        )
-    )
-    return next((fault for row in rows if (fault := row.unfit(arch))), None)
+    for kernel in ("forward", "dkv", "dq"):
+        for causal in (True, False):
+            row = find(f"attention {kernel}", arch, **table_key(d, options, causal))
+            if reason := row.unsupported_reason(arch):
+                return reason
+    return None
 
 
-# What both operators take behind their tensors: see `_arguments`.
+# What both operators take behind their tensors: the fields of AttentionMask, those of Options,
+# sample_ids and the backend.
 OTHERS = (
-    "float scale, float? softcap, bool causal, SymInt? window, Tensor? q_positions, "
-    "Tensor? k_positions, Tensor? document_starts, Tensor? by_query, Tensor? by_key, float drop, "
-    "SymInt[] key, Tensor? sample_ids, SymInt first_head, bool deterministic, SymInt tile, "
-    "str backend"
+    "bool causal, SymInt? window, Tensor? q_positions, Tensor? k_positions, "
+    "Tensor? document_starts, Tensor? by_query, Tensor? by_key, float scale, float? softcap, "
+    "float drop, SymInt[] key, SymInt first_head, bool deterministic, SymInt tile, "
+    "Tensor? sample_ids, str backend"
 )
 
 
@@ -458,7 +447,7 @@ def _(
         keys = row_of_keys(qkv, mask.causal, options).numbers["N"]
     else:
         keys = load_candidate(backend).KEYS
-    return make_room(dout, out, lse, qkv, keys, options.deterministic).gradients
+    return allocate(dout, out, lse, qkv, keys, options.deterministic).gradients
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -533,7 +522,7 @@ def flash_attention(
     """
     if not deterministic and backend == "triton":
         d, arch = qkv[0].shape[-1], lang.capability(qkv[0].device)
-        if reason := why_not_atomic(d, softcap, drop, arch):
+        if reason := unsupported_atomics(d, softcap, drop, arch):
             raise UserError(
                 f"attention that is not deterministic: {reason}; take --deterministic-mode"
             )
@@ -572,28 +561,11 @@ def _arguments(
     mask: AttentionMask, options: Options, sample_ids: Tensor | None, backend: str
 ) -> tuple[Any, ...]:
     """What both operators take behind their tensors, in the order of OTHERS."""
-    return (
-        options.scale,
-        options.softcap,
-        mask.causal,
-        mask.window,
-        mask.q_positions,
-        mask.k_positions,
-        mask.document_starts,
-        mask.by_query,
-        mask.by_key,
-        options.drop,
-        list(options.key),
-        sample_ids,
-        options.first_head,
-        options.deterministic,
-        options.tile,
-        backend,
-    )
+    return *vars(mask).values(), *vars(options).values(), sample_ids, backend
 
 
 def _parsed(others: Sequence[Any]) -> tuple[AttentionMask, Options, Tensor | None, str]:
     """What `_arguments` was given."""
-    scale, softcap, *mask, drop, key, sample_ids, first_head, deterministic, tile, backend = others
-    options = Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile)
-    return AttentionMask(*mask), options, sample_ids, backend
+    count = len(vars(AttentionMask()))
+    *fields, sample_ids, backend = others
+    return AttentionMask(*fields[:count]), Options(*fields[count:]), sample_ids, backend

@@ -10,7 +10,7 @@ dk and dv: one program for N keys of a key head, which goes over all queries of 
 with keys along the rows of its tiles, so that P^T and dS^T are operands as they are. dq: a program
 for M queries goes over their keys, so that every sum has one order and equal runs give equal bits
 (7 products a tile); or the dk/dv program adds its part of dq to memory atomically (5 products, sums
-in any order; where that exists: why_not_atomic).
+in any order; where that exists: unsupported_atomics).
 
 Roofline: 10 b n s t d FLOPs (14 for what 7 products are), half of that when causal; 16 b n s d
 bytes in bf16 without grouped queries. 8192 tokens, d = 128, 32 heads, causal: 1.37 TFLOP, 1.7 ms at
@@ -63,7 +63,7 @@ from megatron.kernels.random import drop_of_head, drop_scores, drop_scores_trans
 from torch import Tensor
 
 
-def why_not_atomic(
+def unsupported_atomics(
     d: int, softcap: float | None, drop: float, arch: int = lang.HOPPER
 ) -> str | None:
     """Why dq cannot be added up atomically, in the kernel that makes dk and dv; None when it
@@ -75,15 +75,11 @@ def why_not_atomic(
             "may have"
         )
     if d > 64 and (softcap is not None or drop > 0):
-        return (
-            f"{'dropout' if drop > 0 else 'soft-capping'} of attention at head dimension "
-            f"{d}: registers are spilled in the loops"
-        )
-    if refused := find(
-        "attention dkv_dq", arch, **table_key(d, Options(1.0, softcap, drop), True)
-    ).refused:
-        return f"compute capability {arch / 10}: {refused}"
-    return None
+        what = "dropout" if drop > 0 else "soft-capping"
+        return f"{what} of attention at head dimension {d}: registers are spilled in the loops"
+    key = table_key(d, Options(1.0, softcap, drop), causal=True)
+    refused = find("attention dkv_dq", arch, **key).refused
+    return f"compute capability {arch / 10}: {refused}" if refused else None
 
 
 def heads_of_a_program(programs: int, group: int, multiprocessors: int) -> int:
@@ -408,97 +404,77 @@ def dq_kernel(
     store_tile(dq, (kv, member), row, dq_tile * scale, M, D)
 
 
-class Room(NamedTuple):
-    """All that a backward pass allocates: q, out and dout [s, b g, m, d], k and v [t, b g, d] where
-    descriptors can address them; the gradients of qkv and their parts dq, dk, dv; what programs of
-    `members` query heads write of dk and dv, and add to dq; two numbers of each row.
+class BackwardTensors(NamedTuple):
+    """The operands of a backward pass, where descriptors can address them, and all that it
+    allocates.
     """
 
-    q: Tensor
-    k: Tensor
+    # operands, and the gradients in which dq, dk and dv lie
+    q: Tensor  # [s, b g, m, d], as out, dout and dq
+    k: Tensor  # [t, b g, d], as v, dk and dv
     v: Tensor
     out: Tensor
     dout: Tensor
-    gradients: list[Tensor]
+    gradients: list[Tensor]  # of qkv: three, or that of the fused projection
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    # what programs write, each for `members` of the m query heads of a key head
     members: int
-    dk_parts: Tensor
+    dk_parts: Tensor  # [t, b g m / members, d] in fp32; dk itself where members = m
     dv_parts: Tensor
-    sum_of_dq: Tensor | None
-    base: Tensor
-    delta: Tensor
+    dq_sum: Tensor | None  # in fp32, to which atomics add
+    base: Tensor  # [b, n, s padded to whole tiles]: lse in base 2
+    delta: Tensor  # likewise: dout out - dlse
 
 
-def _views_by_head(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """dq [s, b g, m, d], dk and dv [t, b g, d] in the gradients of qkv."""
-    parts = by_key_head(gradients)
-    return tuple(x.view(len(x), x.shape[1] * x.shape[2], *x.shape[3:]) for x in parts)
-
-
-def make_room(
+def allocate(
     dout: Tensor, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], keys: int, deterministic: bool
-) -> Room:
-    """Room for the gradients of qkv, three tensors or one; a program takes `keys` keys."""
+) -> BackwardTensors:
+    """The tensors of a backward pass whose programs take `keys` keys."""
     q, k, v = by_key_head(qkv)
     heads, m = q.shape[2:4], q.shape[3]
-    read = (q, k, v, out.unflatten(2, heads), dout.unflatten(2, heads))
-    q, k, v, out, dout = (aligned(x.flatten(1, 2)) for x in read)
+    operands = (q, k, v, out.unflatten(2, heads), dout.unflatten(2, heads))
+    operands = [aligned(x.flatten(1, 2)) for x in operands]
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
-    dq, dk, dv = _views_by_head(gradients)
-    blocks = -(-len(dk) // keys)
-    members = heads_of_a_program(blocks * dk.shape[1], m, lang.multiprocessors(q.device))
-    dk_parts, dv_parts = (_room_for_parts(x, m // members) for x in (dk, dv))
-    sum_of_dq = None
-    if not deterministic:
-        sum_of_dq = torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)
-    base, delta = _room_for_rows(lse)
-    parts = (members, dk_parts, dv_parts, sum_of_dq)
-    return Room(q, k, v, out, dout, gradients, dq, dk, dv, *parts, base, delta)
+    dq, dk, dv = (x.view(len(x), -1, *x.shape[3:]) for x in by_key_head(gradients))
+
+    # Query heads of a key head are split over programs where keys alone would leave the GPU idle.
+    t, groups, d = dk.shape
+    members = heads_of_a_program(-(-t // keys) * groups, m, lang.multiprocessors(dk.device))
+    parts = dk, dv
+    if members < m:
+        shape = (2, t, groups * (m // members), d)
+        parts = torch.empty(shape, device=dk.device).unbind()
+    dq_sum = None if deterministic else torch.zeros(dq.shape, device=dq.device)
+
+    *rows, s = lse.shape
+    base, delta = torch.empty(2, *rows, -(-s // TILE) * TILE, device=lse.device).unbind()
+    return BackwardTensors(*operands, gradients, dq, dk, dv, members, *parts, dq_sum, base, delta)
 
 
-def _room_for_rows(lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers of each query [b, n, s], the last dimension padded to whole tiles."""
-    *heads, s = lse.shape
-    shape = (*heads, -(-s // TILE) * TILE)
-    return torch.empty(shape, device=lse.device), torch.empty(shape, device=lse.device)
-
-
-def _room_for_parts(whole: Tensor, count: int) -> Tensor:
-    """What `count` programs write for each key head of whole [t, b g, d]: parts [t, b g count, d]
-    in fp32, or the whole.
-    """
-    if count == 1:
-        return whole
-    t, groups, d = whole.shape
-    return torch.empty(t, groups * count, d, dtype=torch.float32, device=whole.device)
-
-
-def prepare(room: Room, lse: Tensor, dlse: Tensor | None) -> dict[str, Any]:
-    """Fill base and delta [b, n, padded], the last dimension padded to whole tiles; they are
-    arguments of the kernels.
-    """
-    (b, n, s), (m, d), padded = lse.shape, room.out.shape[2:], room.base.shape[2]
+def prepare(tensors: BackwardTensors, lse: Tensor, dlse: Tensor | None) -> dict[str, Any]:
+    """Fill base and delta, which are arguments of the kernels."""
+    (b, n, s), (m, d), padded = lse.shape, tensors.out.shape[2:], tensors.base.shape[2]
     row = find("attention prepare", lang.capability(lse.device))
     prepare_kernel[(padded // row.numbers["M"], b * n)](
-        room.out,
-        room.dout,
+        tensors.out,
+        tensors.dout,
         lse,
         None if dlse is None else dlse.contiguous(),
-        room.base,
-        room.delta,
+        tensors.base,
+        tensors.delta,
         s,
         padded,
         m,
-        *room.out.stride()[:3],
-        *room.dout.stride()[:3],
+        *tensors.out.stride()[:3],
+        *tensors.dout.stride()[:3],
         d=d,
         D=columns(d),
         M=row.numbers["M"],
         **row.launch(),
     )
-    return {"padded": padded, "base": room.base, "delta": room.delta}
+    return {"padded": padded, "base": tensors.base, "delta": tensors.delta}
 
 
 def row_of_keys(qkv: Sequence[Tensor], causal: bool, options: Options) -> Row:
@@ -523,59 +499,63 @@ def backward(
     """
     q, k, _ = by_key_head(qkv)
     row = row_of_keys(qkv, mask.causal, options)
-    room = make_room(dout, out, lse, qkv, row.numbers["N"], options.deterministic)
-    given = runtime_arguments(q, len(k), mask, options, sample_ids) | prepare(room, lse, dlse)
+    tensors = allocate(dout, out, lse, qkv, row.numbers["N"], options.deterministic)
+    given = runtime_arguments(q, len(k), mask, options, sample_ids) | prepare(tensors, lse, dlse)
     compiled_in = features(mask, options)
-    _launch_dkv(room, row, compiled_in, given | {"table": mask.by_key})
-    if room.sum_of_dq is None:
+    _launch_dkv(tensors, row, compiled_in, given | {"table": mask.by_key})
+    if tensors.dq_sum is None:
         arch = lang.capability(q.device)
         row = configuration("dq", q.shape[-1], options, mask.causal, q.dtype, arch)
-        _launch_dq(room, row, compiled_in, given | {"table": mask.by_query})
+        _launch_dq(tensors, row, compiled_in, given | {"table": mask.by_query})
     else:
-        torch.mul(room.sum_of_dq, options.scale, out=room.dq)
-    return room.gradients
+        torch.mul(tensors.dq_sum, options.scale, out=tensors.dq)
+    return tensors.gradients
 
 
-def _operands(room: Room, fixed: dict[str, Any]) -> tuple[Any, ...]:
+def _operands(tensors: BackwardTensors, fixed: dict[str, Any]) -> tuple[Any, ...]:
     """q, k, v and dout in blocks of these sizes."""
     sizes = (fixed[name] for name in ("M", "N", "N", "M"))
-    return tuple(map(operand, (room.q, room.k, room.v, room.dout), sizes))
+    return tuple(map(operand, (tensors.q, tensors.k, tensors.v, tensors.dout), sizes))
 
 
-def _launch_dkv(room: Room, row: Row, compiled_in: Features, given: dict[str, Any]) -> None:
+def _launch_dkv(
+    tensors: BackwardTensors, row: Row, compiled_in: Features, given: dict[str, Any]
+) -> None:
     """Fill dk and dv; dq without its scale is added to its sum, where there is one."""
-    (s, _, m, d), (t, groups, _) = room.q.shape, room.k.shape
+    (s, _, m, d), (t, groups, _) = tensors.q.shape, tensors.k.shape
     fixed = constants(d, row, compiled_in)
-    dkv_kernel[(-(-t // fixed["N"]) * groups * (m // room.members),)](
-        *_operands(room, fixed),
-        operand(room.dk_parts, fixed["N"]),
-        operand(room.dv_parts, fixed["N"]),
-        None if room.sum_of_dq is None else operand(room.sum_of_dq, fixed["M"]),
-        members=room.members,
-        section=section(s, d, room.q.dtype),
+    dkv_kernel[(-(-t // fixed["N"]) * groups * (m // tensors.members),)](
+        *_operands(tensors, fixed),
+        operand(tensors.dk_parts, fixed["N"]),
+        operand(tensors.dv_parts, fixed["N"]),
+        None if tensors.dq_sum is None else operand(tensors.dq_sum, fixed["M"]),
+        members=tensors.members,
+        section=section(s, d, tensors.q.dtype),
         **given,
         **fixed,
         **row.launch(),
     )
-    add_parts(room)
+    add_parts(tensors)
 
 
-def add_parts(room: Room) -> None:
+def add_parts(tensors: BackwardTensors) -> None:
     """Make dk and dv of their parts, each key head's in their order."""
-    for parts, whole in ((room.dk_parts, room.dk), (room.dv_parts, room.dv)):
+    for parts, whole in ((tensors.dk_parts, tensors.dk), (tensors.dv_parts, tensors.dv)):
         if parts is not whole:
             *others, last = parts.unflatten(1, (whole.shape[1], -1)).unbind(2)
             torch.add(reduce(Tensor.add_, others), last, out=whole)
 
 
-def _launch_dq(room: Room, row: Row, compiled_in: Features, given: dict[str, Any]) -> None:
+def _launch_dq(
+    tensors: BackwardTensors, row: Row, compiled_in: Features, given: dict[str, Any]
+) -> None:
     """Fill dq, each tile by one program."""
-    (s, groups, m, d), t = room.q.shape, len(room.k)
+    (s, groups, m, d), t = tensors.q.shape, len(tensors.k)
     fixed = constants(d, row, compiled_in)
     dq_kernel[(-(-s // fixed["M"]) * groups * m,)](
-        *_operands(room, fixed),
-        operand(room.dq, fixed["M"]),
-        section=section(t, d, room.q.dtype, m),
+        *_operands(tensors, fixed),
+        operand(tensors.dq, fixed["M"]),
+        section=section(t, d, tensors.q.dtype, m),
         **given,
         **fixed,
         **row.launch(),

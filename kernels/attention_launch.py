@@ -73,8 +73,8 @@ def configuration(
         size = options.tile or 32
         return Row(name, arch, key, {"M": size, "N": size, "num_warps": 4, "num_stages": 2})
     row = find(name, arch, **key)
-    if fault := row.unfit(arch):
-        raise UserError(fault)
+    if reason := row.unsupported_reason(arch):
+        raise UserError(reason)
     return row
 
 
@@ -94,7 +94,7 @@ def by_key_head(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for out [s, b, g m, d] and lse [b, g m, s] in fp32 of queries [s, b, g, m, d]."""
+    """Allocate out [s, b, g m, d] and lse [b, g m, s] in fp32 for queries [s, b, g, m, d]."""
     s, b, g, m, d = q.shape
     out = torch.empty(s, b, g * m, d, dtype=q.dtype, device=q.device)
     return out, torch.empty(b, g * m, s, dtype=torch.float32, device=q.device)
@@ -104,12 +104,8 @@ def aligned(x: Tensor) -> Tensor:
     """x [length, ..., d] where a descriptor can address it (rows contiguous, all else at multiples
     of 16 bytes), a copy where not.
     """
-    steps = [
-        stride * x.element_size()
-        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-        if size > 1
-    ]
-    is_regular = all(step > 0 and step % 16 == 0 for step in steps)
+    steps = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
+    is_regular = all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and is_regular:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -123,7 +119,7 @@ def descriptor(x: Tensor, rows: int) -> Any:
     step, *steps, _ = (
         given if size > 1 else d for size, given in zip(x.shape, x.stride(), strict=True)
     )
-    assert d * x.element_size() % 16 == 0, "check with unfit()"
+    assert d * x.element_size() % 16 == 0, "check with unsupported_heads()"
     block = [1] * len(heads) + [rows, columns(d)]
     return TensorDescriptor(x, [*heads, length, d], [*steps, step, 1], block)
 
@@ -172,7 +168,8 @@ def runtime_arguments(
 
 def features(mask: AttentionMask, options: Options) -> Features:
     """What of a call is compiled in."""
-    documents, positions = mask.document_starts is not None, mask.q_positions is not None
+    documents = mask.document_starts is not None
+    positions = mask.q_positions is not None
     return Features(
         causal=mask.causal,
         window=mask.window or 0,

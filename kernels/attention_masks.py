@@ -13,9 +13,10 @@ and documents take tables, made once for all layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from megatron.kernels.lang import jit, tl
 from torch import Tensor
 
@@ -79,17 +80,15 @@ def attention_mask(
     )
     assert window is None or window > 0
     assert (q_positions is None) == (k_positions is None), "positions of both or of neither"
-    q_positions, k_positions, document_starts = (
+    places = (
         x if x is None else x.to(torch.int32).contiguous()
         for x in (q_positions, k_positions, document_starts)
     )
-    plain = AttentionMask(causal, window, q_positions, k_positions, document_starts)
+    mask = AttentionMask(causal, window, *places)
     if q_positions is None and document_starts is None:
-        return plain
-    by_query, by_key = _tables(plain, s, t, tile or TILE, tile or STEP)
-    return AttentionMask(
-        causal, window, q_positions, k_positions, document_starts, by_query, by_key
-    )
+        return mask
+    by_query, by_key = _tables(mask, s, t, tile or TILE, tile or STEP)
+    return replace(mask, by_query=by_query, by_key=by_key)
 
 
 def positions(given: Tensor | None, count: int, device: torch.device) -> Tensor:
@@ -100,13 +99,8 @@ def _extremes(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Least and greatest of each `size` consecutive elements of x [..., count]; the last ones may
     be fewer.
     """
-    pad = -x.shape[-1] % size
-    low, high = (
-        torch.cat([x, x.new_full((*x.shape[:-1], pad), fill)], -1).unflatten(-1, (-1, size))
-        if pad
-        else x.unflatten(-1, (-1, size))
-        for fill in (LAST, -1)
-    )
+    pad = (0, -x.shape[-1] % size)
+    low, high = (F.pad(x, pad, value=fill).unflatten(-1, (-1, size)) for fill in (LAST, -1))
     return low.amin(-1), high.amax(-1)
 
 
@@ -149,19 +143,14 @@ def _bounds(some: Tensor, whole: Tensor, step: int, length: int) -> Tensor:
     index = torch.arange(some.shape[-1], device=some.device)
 
     def span(flags: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.where(flags, index, some.shape[-1]).amin(-1), torch.where(
-            flags, index + 1, 0
-        ).amax(-1)
+        first = torch.where(flags, index, some.shape[-1]).amin(-1)
+        return first, torch.where(flags, index + 1, 0).amax(-1)
 
     (low, high), (full_low, full_high) = span(some), span(whole)
     low = torch.minimum(low, high)  # nothing is seen: both 0
     solid = (full_high - full_low == whole.sum(-1)) & (full_low < full_high)
-    bounds = (
-        torch.stack(
-            [low, torch.where(solid, full_low, low), torch.where(solid, full_high, low), high], -1
-        )
-        * step
-    )
+    full_low, full_high = (torch.where(solid, x, low) for x in (full_low, full_high))
+    bounds = torch.stack([low, full_low, full_high, high], -1) * step
     return bounds.clamp_max(length).to(torch.int32).contiguous()
 
 

@@ -34,7 +34,7 @@ from megatron.kernels import (
     rotary,
 )
 from megatron.kernels.configurations import Row
-from megatron.kernels.self_check import READY, Variant
+from megatron.kernels.self_check import Variant
 from torch import Tensor
 
 Results = tuple[Tensor, ...]
@@ -505,8 +505,8 @@ CASES: dict[str, Callable[[Draw, dict[str, Any], str], Case]] = {
 
 
 def main() -> None:
-    """The child: reads a request from stdin, writes a JSON line for each variant to stdout. Ends
-    after an error, which may have cost it its CUDA context.
+    """The child: reads a request from stdin, writes a line when it is ready and a JSON line for
+    each variant to stdout. Ends after an error, which may have cost it its CUDA context.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # compilers print to stdout; send that to stderr
@@ -515,7 +515,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.zeros(1, device=device)
-    answers.write(json.dumps(READY) + "\n")
+    answers.write("ready\n")
     for each in request["variants"]:
         try:
             fault = wrong(case_of(Variant(**each), device))

@@ -52,7 +52,7 @@ class Row:
             if name in ("num_warps", "num_stages", "maxnreg")
         }
 
-    def unfit(self, capability: int) -> str | None:
+    def unsupported_reason(self, capability: int) -> str | None:
         """Why a GPU cannot run it; None when it can."""
         what = (
             f"{self.operator} ({', '.join(f'{name} {value}' for name, value in self.key.items())})"

@@ -41,25 +41,12 @@ CANDIDATES = {"gluon": "megatron.kernels.candidates.gluon"}
 FLAWS = {
     ("attention", "gluon"): "compiled, and checked on a CPU; never run on a GPU",
     ("attention", "fa4"): "never run; torch calls its part of it a prototype",
-    (
-        "grad-norm",
-        "apex",
-    ): (
-        "apex adds up in fp32, the others in float64; where its sum overflows torch's is "
-        "taken; never run"
-    ),
+    ("grad-norm", "apex"): "apex adds up in fp32, the others in float64; where its sum overflows "
+    "torch's is taken; never run",
 }
 # Operators whose Triton kernels `auto` takes unmeasured: what torch computes in several passes over
 # memory, they compute in one.
-CHECKED = (
-    "norm",
-    "rotary",
-    "activation",
-    "dropout",
-    "cross-entropy",
-    "grad-norm",
-    "adam",
-)
+CHECKED = ("norm", "rotary", "activation", "dropout", "cross-entropy", "grad-norm", "adam")
 CHECKED_ON = (80, 90)
 NOT_MEASURED = "its speed has not been measured on this kind of device"
 UNMEASURED = f"triton is held against its definition at start; {NOT_MEASURED}"
@@ -89,14 +76,11 @@ class Measurement:
 
 def read_measured(file: Path) -> dict[tuple[str, str, int], Measurement]:
     """(operator, implementation, architecture) -> what was measured."""
-    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
-    fields = Measurement.__dataclass_fields__
-    return {
-        (row["operator"], row["implementation"], row["architecture"]): Measurement(
-            **{name: row[name] for name in fields}
-        )
-        for row in rows
-    }
+    found = {}
+    for row in json.loads(file.read_text())["rows"]:
+        key = row["operator"], row["implementation"], row["architecture"]
+        found[key] = Measurement(**{name: row[name] for name in Measurement.__dataclass_fields__})
+    return found
 
 
 MEASURED: Mapping[tuple[str, str, int], Measurement] = read_measured(
@@ -143,63 +127,55 @@ def choose(
     considered = [
         name for name in OPERATORS[operator] if (operator, name) not in FLAWS or name == wanted
     ]
-    faults = {
-        name: fault
-        for name in considered
-        if (fault := _fault(operator, name, device, dtype) or (unable or {}).get(name))
-    }
+    reasons = {name: _unsupported_reason(operator, name, device, dtype) for name in considered}
+    reasons = {name: reason or (unable or {}).get(name) for name, reason in reasons.items()}
     if wanted == "auto":
         trusted = operator in CHECKED if unmeasured is None else unmeasured
-        return _automatic(operator, faults, device, trusted and _is_checked_on(device))
-    if wanted in faults:
-        can = [name for name in considered if name not in faults]
+        return _automatic(operator, reasons, device, trusted)
+    if reasons[wanted]:
+        can = " or ".join(name for name in considered if not reasons[name])
         raise UserError(
-            f"{flag_of(operator)} {wanted}: {faults[wanted]}; drop the flag, or take "
-            f"{' or '.join(can)}"
+            f"{flag_of(operator)} {wanted}: {reasons[wanted]}; drop the flag, or take {can}"
         )
     return Choice(wanted, FLAWS.get((operator, wanted), ""))
 
 
 def _automatic(
-    operator: str, faults: Mapping[str, str], device: torch.device, unmeasured: bool
+    operator: str, reasons: Mapping[str, str | None], device: torch.device, trusted: bool
 ) -> Choice:
-    """The first of the table that can do it and, Triton's and apex's, has won or, Triton's, is
-    taken `unmeasured`.
+    """The first that can do it (no reason why not) and, Triton's and apex's, has won; Triton's is
+    taken without a measurement too where it is `trusted`, on the architectures of CHECKED_ON.
     """
-    passed = ""
-    for name in OPERATORS[operator]:
-        if (operator, name) in FLAWS:
-            continue
-        if name in faults:
-            passed = passed or (f"{name}: {faults[name]}" if device.type == "cuda" else "")
+    is_gpu, arch = device.type == "cuda", lang.capability(device)
+    passed_over = []  # why each of them was
+    for name, reason in reasons.items():
+        because = passed_over[0] if passed_over else ""
+        found = MEASURED.get((operator, name, arch))
+        if reason:
+            passed_over += [f"{name}: {reason}"] if is_gpu else []
         elif name not in ("triton", "apex"):
-            return Choice(name, passed)
-        elif (
-            found := MEASURED.get((operator, name, lang.capability(device)))
-        ) is not None and found.wins:
+            return Choice(name, because)
+        elif found is not None and found.wins:
             return Choice(name, str(found))
-        elif name == "triton" and found is None and unmeasured:
+        elif found is not None:
+            passed_over.append(f"{name}: {found}")
+        elif name == "triton" and trusted and is_gpu and arch in CHECKED_ON:
             return Choice(name, UNMEASURED)
         else:
-            passed = passed or (
-                f"{name}: {found}"
-                if found
-                else f"{name} is available if its flag asks for it; {NOT_MEASURED}"
-            )
+            passed_over.append(f"{name} is available if its flag asks for it; {NOT_MEASURED}")
     raise AssertionError(f"nothing computes {operator}")
 
 
-def _is_checked_on(device: torch.device) -> bool:
-    return device.type == "cuda" and lang.capability(device) in CHECKED_ON
-
-
-def _fault(operator: str, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    if name == "triton":
-        return lang.unfit(device, dtype) or FAULTY.get(operator)
-    if name in CANDIDATES:
-        return load_candidate(name).unfit(device, dtype) or FAULTY.get(operator)
-    if name == "fa4":
-        return fa4.unfit(device, dtype)
+def _unsupported_reason(
+    operator: str, name: str, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why an implementation cannot run on such tensors here; None when it can."""
     if name == "apex":
         return apex.missing(operator) or (None if device.type == "cuda" else "it needs a GPU")
+    if name == "fa4":
+        return fa4.unsupported_reason(device, dtype)
+    if name == "triton":
+        return lang.unsupported_reason(device, dtype) or FAULTY.get(operator)
+    if name in CANDIDATES:
+        return load_candidate(name).unsupported_reason(device, dtype) or FAULTY.get(operator)
     return None

@@ -16,7 +16,7 @@ NAME = "FA4"  # torch's
 ARCHITECTURES = (90, 100)
 
 
-def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why it cannot run on tensors of this kind; None when it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{str(dtype).removeprefix('torch.')}, it computes bf16 and fp16"

@@ -207,9 +207,11 @@ def _sizes(row: Row) -> dict[str, int]:
     return {name: row.numbers[name] for name in ("M", "N", "K")}
 
 
-def unfit(itemsize: int, arch: int) -> str | None:
+def unsupported_reason(itemsize: int, arch: int) -> str | None:
     """Why a GPU cannot run the kernels for operands of `itemsize` bytes; None where it can."""
-    reasons = (configuration(what, itemsize, arch).unfit(arch) for what in ("rows", "weight"))
+    reasons = (
+        configuration(what, itemsize, arch).unsupported_reason(arch) for what in ("rows", "weight")
+    )
     return next((reason for reason in reasons if reason), None)
 
 

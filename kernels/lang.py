@@ -95,7 +95,7 @@ def interpreted() -> bool:
     return triton is not None and triton.knobs.runtime.interpret
 
 
-def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton kernels cannot run on tensors of this kind; None when they can."""
     if dtype == torch.float64:
         return "float64"

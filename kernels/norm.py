@@ -411,19 +411,17 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     copy of x where they are not.
     """
     # (size, stride) of the leading dimensions, merged where one continues the next
-    levels: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if size == 1:
-            continue
-        if levels and levels[-1][1] == size * stride:
-            levels[-1] = (levels[-1][0] * size, stride)
+    levels = [(1, x.shape[-1])]
+    for size, stride in zip(x.shape[:-1], x.stride()):
+        outer, above = levels[-1]
+        if outer == 1 or size == 1 or above == size * stride:
+            levels[-1] = (outer * size, stride if size > 1 else above)
         else:
             levels.append((size, stride))
     if x.stride(-1) != 1 or len(levels) > 2:
         return x.contiguous(), 1, x.shape[-1], 0
-    if len(levels) < 2:
-        return x, 1, levels[0][1] if levels else x.shape[-1], 0
-    return x, levels[1][0], levels[0][1], levels[1][1]
+    (_, outer_stride), (inner, inner_stride) = (*levels, (1, 0))[:2]
+    return x, inner, outer_stride, inner_stride
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
@@ -432,33 +430,37 @@ def _check(x: Tensor, weight: Tensor) -> None:
     assert fits, (x.dtype, weight.dtype, x.shape, weight.shape)
 
 
-def _room_for_forward(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def allocate_outputs(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(y, statistics)."""
     kinds, rows = 1 if bias is None else 2, x.numel() // x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return y, torch.empty(kinds, rows, device=x.device)
 
 
+def allocate_gradients(x: Tensor, form: KernelLaunch, kinds: int) -> tuple[Tensor, Tensor]:
+    """(dx, the partial sums [kinds, programs, n] of that many parameters)."""
+    width = x.shape[-1]
+    programs = min(form.programs, -(-(x.numel() // width) // form.rows))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return dx, torch.empty(kinds, programs, width, device=x.device)
+
+
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(x, weight)
-    y, statistics = _room_for_forward(x, bias)
+    y, statistics = allocate_outputs(x, bias)
     total = torch.empty_like(y) if residual is not None else y
     width, rows = x.shape[-1], statistics.shape[1]
     if rows:
         form = configuration("forward", width, x.dtype, capability(x.device))
         kernel = forward_kernel if form.block >= width else wide_forward_kernel
         x, *view = _rows(x)
-        added, shift = (
-            x if residual is None else residual.contiguous(),
-            weight if bias is None else bias,
-        )
         kernel[(triton.cdiv(rows, form.rows),)](
             x,
-            added,
+            x if residual is None else residual.contiguous(),
             weight,
-            shift,
+            weight if bias is None else bias,
             y,
             total,
             statistics,
@@ -482,7 +484,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Te
     return y, statistics
 
 
-norm.register_fake(lambda x, weight, bias, eps: _room_for_forward(x, bias))
+norm.register_fake(lambda x, weight, bias, eps: allocate_outputs(x, bias))
 
 
 @operator("add_norm")
@@ -498,7 +500,7 @@ def add_norm(
 def _(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, statistics = _room_for_forward(x, bias)
+    y, statistics = allocate_outputs(x, bias)
     return y, torch.empty_like(y), statistics
 
 
@@ -540,22 +542,19 @@ def norm_backward(
     """
     _check(total, weight)
     assert dy.shape == total.shape and dy.dtype == total.dtype
-    dx, partials, form = _room_for_backward(total, statistics)
+    form = _backward_configuration(total)
+    dx, partials = allocate_gradients(total, form, len(statistics))
     if dx.numel():
         _launch_backward(dy, total, weight, statistics, dtotal, dx, partials, form)
     return dx, partials.sum(1)
 
 
-def _room_for_backward(total: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, KernelLaunch]:
-    """(dx, the partial sums [1 or 2, programs, n], how the kernel is launched)."""
-    width, rows, kinds = total.shape[-1], total.numel() // total.shape[-1], statistics.shape[0]
-    dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-    form = configuration("backward", width, total.dtype, capability(total.device))
-    programs = min(form.programs, -(-rows // form.rows))
-    return dx, torch.empty(kinds, programs, width, device=total.device), form
+def _backward_configuration(x: Tensor) -> KernelLaunch:
+    return configuration("backward", x.shape[-1], x.dtype, capability(x.device))
 
 
 @norm_backward.register_fake
 def _(dy: Tensor, total: Tensor, weight: Tensor, statistics: Tensor, _: Tensor | None) -> tuple:
-    dx, partials, _ = _room_for_backward(total, statistics)
+    form = _backward_configuration(total)
+    dx, partials = allocate_gradients(total, form, len(statistics))
     return dx, partials.sum(1)

@@ -36,6 +36,8 @@ from megatron.kernels.lang import (
     triton,
 )
 from megatron.kernels.norm import (
+    allocate_gradients,
+    allocate_outputs,
     norm_reference,
     normed_rows,
     row_means,
@@ -57,17 +59,14 @@ def qk_norm_reference(
     once.
     """
     wide = torch.promote_types(qkv.dtype, torch.float32)
-    heads = qkv.shape[3]
-    parts = qkv.to(wide).split((heads - 2, 1, 1), dim=3)
-    made = []
-    for i, part in enumerate(parts[:2]):
+    *normed, values = qkv.to(wide).split((qkv.shape[3] - 2, 1, 1), dim=3)
+    for i, part in enumerate(normed):
         bias = None if biases is None else biases[i].to(wide)
         part = norm_reference(part, weights[i].to(wide), bias, eps)
         if rotary is not None:
-            flat = part.flatten(2, 3)
-            part = rotary_reference(flat, *rotary, 1).view(part.shape)
-        made.append(part)
-    return torch.cat((*made, parts[2]), dim=3).to(qkv.dtype)
+            part = rotary_reference(part.flatten(2, 3), *rotary, 1).view(part.shape)
+        normed[i] = part
+    return torch.cat((*normed, values), dim=3).to(qkv.dtype)
 
 
 def configuration(direction: str, d: int, arch: int = HOPPER) -> KernelLaunch:
@@ -253,24 +252,30 @@ def _shared(
     passed for them is not read.
     """
     s, b, g, heads, d = qkv.shape
-    shared = {
+    width = 0 if cos is None else cos.shape[-1]
+    table_s, table_b = 0, 0
+    if width == 0:
+        cos = sin = qkv
+    else:
+        table_s, table_b, _, step = cos.stride()
+        assert cos.shape == sin.shape == (s, b, 1, width) and cos.stride() == sin.stride()
+        assert cos.dtype == torch.float32 and width % 2 == 0 and width <= d and step == 1
+    return {
         "rows": qkv.numel() // d,
         "heads": heads,
         "per_token": g * heads,
         "batch": b,
         "width": d,
+        "cos": cos,
+        "sin": sin,
+        "table_s": table_s,
+        "table_b": table_b,
+        "TURN": width > 0,
+        "HALF": width // 2,
         "ROWS": form.rows,
         "BLOCK": form.block,
         "num_warps": form.num_warps,
     }
-    if cos is None or cos.shape[-1] == 0:
-        none = {"cos": qkv, "sin": qkv, "table_s": 0, "table_b": 0}
-        return {**shared, **none, "TURN": False, "HALF": 0}
-    width = cos.shape[-1]
-    assert cos.shape == sin.shape == (s, b, 1, width) and cos.stride() == sin.stride()
-    assert cos.dtype == torch.float32 and width % 2 == 0 and width <= d and cos.stride(-1) == 1
-    strides = {"table_s": cos.stride(0), "table_b": cos.stride(1)}
-    return {**shared, **strides, "cos": cos, "sin": sin, "TURN": True, "HALF": width // 2}
 
 
 def _check(qkv: Tensor, *parameters: Tensor | None) -> None:
@@ -295,7 +300,7 @@ def qk_norm(
 ) -> tuple[Tensor, Tensor]:
     """(y, statistics): RMSNorm without biases, LayerNorm with both."""
     _check(qkv, q_weight, k_weight, q_bias, k_bias)
-    y, statistics = _room_for_forward(qkv, q_bias)
+    y, statistics = allocate_outputs(qkv, q_bias)
     d, rows = qkv.shape[-1], statistics.shape[1]
     if not rows:
         return y, statistics
@@ -315,14 +320,7 @@ def qk_norm(
     return y, statistics
 
 
-qk_norm.register_fake(lambda qkv, q, k, q_bias, *_: _room_for_forward(qkv, q_bias))
-
-
-def _room_for_forward(qkv: Tensor, q_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(y, statistics)."""
-    kinds, rows = 1 if q_bias is None else 2, qkv.numel() // qkv.shape[-1]
-    y = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    return y, torch.empty(kinds, rows, device=qkv.device)
+qk_norm.register_fake(lambda qkv, q, k, q_bias, *_: allocate_outputs(qkv, q_bias))
 
 
 @operator("qk_norm_backward")
@@ -339,7 +337,8 @@ def qk_norm_backward(
     _check(qkv, q_weight, k_weight)
     _check(dy)
     assert dy.shape == qkv.shape and dy.dtype == qkv.dtype
-    dx, partials, form = _room_for_backward(qkv, statistics)
+    form = configuration("backward", qkv.shape[-1], capability(qkv.device))
+    dx, partials = allocate_gradients(qkv, form, 2 * len(statistics))
     if dx.numel():
         backward_kernel[(partials.shape[1],)](
             dy,
@@ -355,16 +354,8 @@ def qk_norm_backward(
     return dx, partials.sum(1)
 
 
-def _room_for_backward(qkv: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, KernelLaunch]:
-    """(dx, the partial sums [2 or 4, programs, d], how the kernel is launched)."""
-    d, (kinds, rows) = qkv.shape[-1], statistics.shape
-    form = configuration("backward", d, capability(qkv.device))
-    programs = min(form.programs, -(-rows // form.rows))
-    dx = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    return dx, torch.empty(2 * kinds, programs, d, device=qkv.device), form
-
-
 @qk_norm_backward.register_fake
 def _(dy: Tensor, qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    dx, partials, _ = _room_for_backward(qkv, others[-1])
+    form = configuration("backward", qkv.shape[-1], capability(qkv.device))
+    dx, partials = allocate_gradients(qkv, form, 2 * len(others[-1]))
     return dx, partials.sum(1)

@@ -14,11 +14,11 @@ import contextlib
 import hashlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -37,7 +37,6 @@ COMMAND = (
 )
 START_LIMIT_S = 300.0  # until a child is ready: busy file systems import slowly
 LIMIT_S = 120.0  # for each variant, compilation included
-READY = {"ready": True}
 
 
 @dataclass(frozen=True)
@@ -89,18 +88,14 @@ class _Child:
     """A process that computes variants in order; killed when its context is left."""
 
     def __init__(self, variants: Sequence[Variant], device: torch.device):
-        request = {
-            "device": str(device),
-            "variants": [asdict(each) for each in variants],
-        }
+        request = {"device": str(device), "variants": [asdict(each) for each in variants]}
         self.log = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
         )
         self.count, self.ready, self.end = len(variants), False, ""
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:
-            pipe.write(json.dumps(request).encode())
+            pipe.write(json.dumps(request))
 
     def __enter__(self) -> _Child:
         return self
@@ -108,7 +103,6 @@ class _Child:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
-        assert self.process.stdout is not None
         self.process.stdout.close()
         self.log.close()
 
@@ -116,26 +110,31 @@ class _Child:
         """The fault of each variant, "" where there is none, until all have been computed, or the
         process ends or is silent for too long; then `end` has the reason.
         """
-        assert self.process.stdout is not None
-        pipe, text = self.process.stdout.fileno(), b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, selectors.EVENT_READ)
-            while self.count or not self.ready:
-                limit = LIMIT_S if self.ready else START_LIMIT_S
-                if not selector.select(limit):
-                    self.end = f"no result after {limit:g} s"
-                    return
-                data = os.read(pipe, 1 << 16)
-                if not data:
-                    self.end = self._reason()
-                    return
-                *lines, text = (text + data).split(b"\n")
-                for line in map(json.loads, lines):
-                    if line == READY:
-                        self.ready = True
-                        continue
-                    yield line["fault"]
-                    self.count -= 1
+        self.ready = bool(self._line(START_LIMIT_S))  # its first line says so
+        for _ in range(self.count if self.ready else 0):
+            line = self._line(LIMIT_S)
+            if not line:
+                return
+            yield json.loads(line)["fault"]
+
+    def _line(self, limit: float) -> str:
+        """The next line of its output; "" where it ends before, or within `limit` seconds has not
+        written one and is killed.
+        """
+
+        def stop() -> None:
+            self.end = f"no result after {limit:g} s"
+            self.process.kill()
+
+        timer = threading.Timer(limit, stop)
+        timer.daemon = True
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        if line.endswith("\n"):
+            return line
+        self.end = self.end or self._reason()
+        return ""
 
     def _reason(self) -> str:
         """How the process ended, with the last line that it logged."""
@@ -160,11 +159,9 @@ def _versions(device: torch.device) -> tuple[str, ...]:
     sources = (*HERE.glob("*.py"), *HERE.glob("candidates/*.py"), HERE / "configurations.json")
     for file in sorted(sources):
         text.update(file.read_bytes())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    capability = str(lang.capability(device))
     return (
-        name,
-        capability,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        str(lang.capability(device)),
         torch.__version__,
         str(torch.version.cuda),
         lang.triton.__version__,

@@ -267,7 +267,7 @@ def _gluon(device: torch.device) -> Callable[[int, int], dict[str, Any]] | None:
     """(head dimension, length) -> what is measured of the kernels in Gluon, which have never run:
     they are tried in a process that may hang first.
     """
-    if reason := gluon.unfit(device, torch.bfloat16):
+    if reason := gluon.unsupported_reason(device, torch.bfloat16):
         print(f"ours in Gluon is not measured: {reason}")
         return None
     done = subprocess.run(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.kernels import lang
-from megatron.kernels.attention_backward import Room, add_parts, make_room, prepare
+from megatron.kernels.attention_backward import BackwardTensors, add_parts, allocate, prepare
 from megatron.kernels.attention_launch import Options, columns, features, section
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.kernels.candidates.gluon_dkv import dkv_kernel
@@ -76,54 +76,54 @@ def backward(
     """
     assert qkv[0].shape[-1] <= 128 and mask.q_positions is None
     assert options.softcap is None and options.drop == 0
-    room = make_room(dout, out, lse, qkv, KEYS, deterministic=True)
-    rows = prepare(room, lse, dlse)
-    shared = {"heads": lse.shape[1], "group": room.q.shape[2], "scale": options.scale}
+    tensors = allocate(dout, out, lse, qkv, KEYS, deterministic=True)
+    rows = prepare(tensors, lse, dlse)
+    shared = {"heads": lse.shape[1], "group": tensors.q.shape[2], "scale": options.scale}
     shared |= {"starts": mask.document_starts, "FEATURES": features(mask, options), "num_warps": 4}
-    _launch_dkv(room, shared | {"table": mask.by_key})
-    _launch_dq(room, shared | rows | {"table": mask.by_query})
-    return room.gradients
+    _launch_dkv(tensors, shared | {"table": mask.by_key})
+    _launch_dq(tensors, shared | rows | {"table": mask.by_query})
+    return tensors.gradients
 
 
-def _launch_dkv(room: Room, shared: dict[str, Any]) -> None:
+def _launch_dkv(tensors: BackwardTensors, shared: dict[str, Any]) -> None:
     """Fill dk and dv."""
-    (s, _, m, d), (t, groups, _) = room.q.shape, room.k.shape
+    (s, _, m, d), (t, groups, _) = tensors.q.shape, tensors.k.shape
     layout = configuration("dkv", d)
-    held = (x.unsqueeze(2) for x in (room.k, room.v, room.dk_parts, room.dv_parts))
+    held = (x.unsqueeze(2) for x in (tensors.k, tensors.v, tensors.dk_parts, tensors.dv_parts))
     k, v, dk, dv = (described(x, ROWS) for x in held)
-    dkv_kernel[(-(-t // KEYS) * groups * (m // room.members),)](
-        described(room.q, layout.block),
+    dkv_kernel[(-(-t // KEYS) * groups * (m // tensors.members),)](
+        described(tensors.q, layout.block),
         k,
         v,
-        described(room.dout, layout.block),
+        described(tensors.dout, layout.block),
         dk,
         dv,
-        _lines(room.base, layout.block),
-        _lines(room.delta, layout.block),
+        _lines(tensors.base, layout.block),
+        _lines(tensors.delta, layout.block),
         s=s,
         t=t,
-        members=room.members,
-        section=section(s, d, room.q.dtype),
+        members=tensors.members,
+        section=section(s, d, tensors.q.dtype),
         LAYOUT=layout,
         **shared,
     )
-    add_parts(room)
+    add_parts(tensors)
 
 
-def _launch_dq(room: Room, shared: dict[str, Any]) -> None:
+def _launch_dq(tensors: BackwardTensors, shared: dict[str, Any]) -> None:
     """Fill dq."""
-    (s, groups, m, d), t = room.q.shape, len(room.k)
+    (s, groups, m, d), t = tensors.q.shape, len(tensors.k)
     layout = configuration("dq", d)
     dq_kernel[(-(-s // (CONSUMERS * ROWS)) * groups * m,)](
-        described(room.q, ROWS),
-        described(room.k.unsqueeze(2), layout.block),
-        described(room.v.unsqueeze(2), layout.block),
-        described(room.dout, ROWS),
-        described(room.dq, ROWS),
+        described(tensors.q, ROWS),
+        described(tensors.k.unsqueeze(2), layout.block),
+        described(tensors.v.unsqueeze(2), layout.block),
+        described(tensors.dout, ROWS),
+        described(tensors.dq, ROWS),
         s=s,
         t=t,
         members=m,
-        section=section(t, d, room.q.dtype, m),
+        section=section(t, d, tensors.q.dtype, m),
         LAYOUT=layout,
         **shared,
     )

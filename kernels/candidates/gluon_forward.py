@@ -561,7 +561,7 @@ def forward_kernel(
         )
 
 
-def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernel cannot run on tensors of this kind; None when it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{str(dtype).removeprefix('torch.')}, the kernel computes bf16 and fp16"
@@ -582,7 +582,9 @@ def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def cannot(d: int | None, *, softcap: float | None = None, drop: float = 0.0) -> str | None:
+def unsupported_heads(
+    d: int | None, *, softcap: float | None = None, drop: float = 0.0
+) -> str | None:
     """What the kernels, of either pass, cannot compute of this; None when they can all."""
     if d is not None and (not 32 < d <= 128 or d % 8):
         return f"head dimension {d}, which is no multiple of 8 from 40 to 128"
@@ -615,7 +617,7 @@ def _check(q: Tensor, mask: AttentionMask, options: Options, layout: TileLayout 
         mask.document_starts is None or layout is None or TILE % (layout.consumers * ROWS) == 0
     ), "a row of the mask's table serves whole tiles"
     assert q.shape[4] <= 128 and mask.q_positions is None
-    assert cannot(None, softcap=options.softcap, drop=options.drop) is None
+    assert unsupported_heads(None, softcap=options.softcap, drop=options.drop) is None
 
 
 def forward(

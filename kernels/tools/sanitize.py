@@ -35,7 +35,7 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 from megatron.kernels import lang
 from megatron.kernels.activation import KINDS
-from megatron.kernels.candidates.gluon import unfit
+from megatron.kernels.candidates.gluon import unsupported_reason
 from megatron.kernels.cases import case_of
 from megatron.kernels.norm import WIDEST
 from megatron.kernels.self_check import Variant
@@ -64,7 +64,7 @@ def gluon_calls() -> Calls:
     """Nothing where the kernels cannot run."""
     if lang.interpreted() or lang.capability(DEVICE) != lang.HOPPER:
         return
-    if unfit(torch.device("cuda"), getattr(torch, DTYPE)) is None:
+    if unsupported_reason(torch.device("cuda"), getattr(torch, DTYPE)) is None:
         for given in ({"d": 64}, {"d": 128, "causal": False}, {"d": 96, "window": 40}):
             yield "attention dq", ODD | given | {"backend": "gluon"}
 

@@ -178,7 +178,7 @@ def _attention(arch: int) -> Iterator[Compiled]:
                 continue
             drop = 0.1 if features.dropout else 0.0
             options = Options(1.0, features.softcap or None, drop)
-            atomic = attention_backward.why_not_atomic(d, options.softcap, options.drop, arch)
+            atomic = attention_backward.unsupported_atomics(d, options.softcap, options.drop, arch)
             for name in KERNELS:
                 if name == "dkv_dq" and atomic:
                     continue

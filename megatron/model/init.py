@@ -22,7 +22,7 @@ def fill_initial(box: Box, local: Tensor, seed: int, backend: str = "torch") -> 
         target.fill_(init.value)
         return
     key = philox.key(seed, box.name)
-    by_kernel = backend == "triton" and lang.unfit(local.device, torch.float32) is None
+    by_kernel = backend == "triton" and lang.unsupported_reason(local.device, torch.float32) is None
     # The counter is the element's place in the logical tensor: any box of any layout draws the same
     # values.
     rows = box.extent[0] // box.groups

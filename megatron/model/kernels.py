@@ -14,8 +14,8 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.config.model import GATED
 from megatron.kernels import grouped_gemm, lang
-from megatron.kernels.attention import unfit
-from megatron.kernels.attention_backward import why_not_atomic
+from megatron.kernels.attention import unsupported_heads
+from megatron.kernels.attention_backward import unsupported_atomics
 from megatron.kernels.dispatch import (
     CANDIDATES,
     FAULTY,
@@ -99,7 +99,7 @@ def _check_fp8(config: Config, device: torch.device) -> None:
         )
     if not precision.bf16:
         raise UserError(f"{asked}: on a GPU the results are bf16; give --bf16")
-    if fault := lang.unfit(device, torch.bfloat16) or FAULTY.get("fp8"):
+    if fault := lang.unsupported_reason(device, torch.bfloat16) or FAULTY.get("fp8"):
         raise UserError(f"{asked}: {fault}; drop it")
 
 
@@ -178,7 +178,9 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
     if config.model.num_experts is not None:
         reasons = {
             "grouped-mm": _unable_grouped(config, dtype),
-            "triton": None if dtype.itemsize == 8 else grouped_gemm.unfit(dtype.itemsize, arch),
+            "triton": None
+            if dtype.itemsize == 8
+            else grouped_gemm.unsupported_reason(dtype.itemsize, arch),
         }
         unable["grouped-gemm"] = {name: reason for name, reason in reasons.items() if reason}
     return unable
@@ -209,16 +211,20 @@ def _unable_attention(config: Config, arch: int, dtype: torch.dtype) -> dict[str
         unable["fa4"] = f"cannot compute {', '.join(needs)}"
     # Our kernels have limits by head dimension and architecture.
     given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}
-    if model.kv_channels is not None and (reason := unfit(model.kv_channels, arch, dtype, **given)):
+    if model.kv_channels is not None and (
+        reason := unsupported_heads(model.kv_channels, arch, dtype, **given)
+    ):
         unable["triton"] = reason
     elif (
         not model.deterministic_mode
         and model.kv_channels is not None
-        and (reason := why_not_atomic(model.kv_channels, **given, arch=arch))
+        and (reason := unsupported_atomics(model.kv_channels, **given, arch=arch))
     ):
         unable["triton"] = f"--no-deterministic-mode with {reason}"
     asked = model.attention_backend
-    if asked in CANDIDATES and (reason := load_candidate(asked).cannot(model.kv_channels, **given)):
+    if asked in CANDIDATES and (
+        reason := load_candidate(asked).unsupported_heads(model.kv_channels, **given)
+    ):
         unable[asked] = reason
     if reason := masked_by_positions(config):
         for name in (*CANDIDATES, "fa4"):

@@ -73,7 +73,7 @@ def test_what_wins_is_taken_by_auto(adopt, monkeypatch):
     monkeypatch.setattr(dispatch, "MEASURED", read_measured(adopt.file))
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(dispatch.lang, "capability", lambda device: 90)
-    monkeypatch.setattr(dispatch.lang, "unfit", lambda device, dtype: None)
+    monkeypatch.setattr(dispatch.lang, "unsupported_reason", lambda device, dtype: None)
     because = f"measured {norm['ratio']:.2f} times torch on Made-up H200"
     assert choose("norm", "auto", gpu, torch.bfloat16) == dispatch.Choice("triton", because)
     lost = choose("rotary", "auto", gpu, torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 from checks import assert_as_good, canaries
 from megatron.kernels import attention_launch, lang, philox
 from megatron.kernels.attention import attention_reference, flash_attention
-from megatron.kernels.attention_backward import heads_of_a_program, why_not_atomic
+from megatron.kernels.attention_backward import heads_of_a_program, unsupported_atomics
 from megatron.kernels.attention_masks import attention_mask
 from torch.utils.checkpoint import checkpoint
 
@@ -123,7 +123,7 @@ def test_equals_the_definition(device, name, monkeypatch):
         ours = results(flash_attention, tensors, gradients, mask, **options)
     assert_all_near(ours, exact, torchs)
     options["deterministic"] = False
-    if why_not_atomic(tensors[0].shape[-1], options.get("softcap"), options.get("drop", 0.0)):
+    if unsupported_atomics(tensors[0].shape[-1], options.get("softcap"), options.get("drop", 0.0)):
         with pytest.raises(ValueError, match="take --deterministic-mode"):
             flash_attention(*tensors, mask=mask, **options)
     else:
@@ -171,8 +171,8 @@ def test_what_an_older_gpu_is_given(monkeypatch):
     x = torch.zeros(5, 2, 3, 48)[:, :, 1:]
     pointer, *numbers = attention_launch.operand(x, 64)
     assert pointer is x and numbers == [5, 48, 288, 144, 48]
-    assert "compute capability 8.0" in why_not_atomic(64, None, 0.0, 80)
-    assert why_not_atomic(64, None, 0.0, 90) is None
+    assert "compute capability 8.0" in unsupported_atomics(64, None, 0.0, 80)
+    assert unsupported_atomics(64, None, 0.0, 90) is None
 
 
 def test_rows_that_see_nothing(device):

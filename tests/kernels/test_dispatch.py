@@ -212,7 +212,7 @@ def test_apex_is_not_given_narrow_moments(monkeypatch):
     won = {("adam", "apex", lang.HOPPER): WIN}
     monkeypatch.setattr(dispatch, "MEASURED", won)
     monkeypatch.setattr(apex, "missing", lambda feature: None)
-    monkeypatch.setattr(lang, "unfit", lambda device, dtype: "not here")
+    monkeypatch.setattr(lang, "unsupported_reason", lambda device, dtype: "not here")
     for narrow, name in (({}, "apex"), ({"exp_avg_dtype": "bf16"}, "torch-fused")):
         chosen, _ = choose_kernels(run(optimizer=narrow), GPU)
         assert chosen.optimizer.adam_implementation == name
@@ -253,7 +253,7 @@ def test_what_is_loaded_when_it_is_asked_for(tmp_path):
 
 def test_without_triton(monkeypatch, no_interpreter):
     monkeypatch.setattr(lang, "triton", None)
-    assert lang.unfit(CPU, BF16) == "Triton is not installed (pip install triton)"
+    assert lang.unsupported_reason(CPU, BF16) == "Triton is not installed (pip install triton)"
     assert choose("norm", "auto", CPU, BF16).implementation == "torch"
 
 

@@ -146,7 +146,7 @@ def test_on_a_gpu():
     """In a process that may hang."""
     from megatron.benchmarks.peers.kernel_cases import GLUON_CHECK
 
-    if reason := gluon.unfit(torch.device("cuda"), BF16):
+    if reason := gluon.unsupported_reason(torch.device("cuda"), BF16):
         pytest.skip(reason)
     subprocess.run([sys.executable, "-c", GLUON_CHECK], cwd=ROOT, timeout=200, check=True)
 
@@ -324,9 +324,9 @@ def test_what_it_cannot_do_is_said():
         ("cpu", BF16, "it needs a GPU, Triton's interpreter cannot run Gluon"),
         ("cuda", torch.float32, "float32, the kernel computes bf16 and fp16"),
     ):
-        assert gluon.unfit(torch.device(device), dtype) == reason
+        assert gluon.unsupported_reason(torch.device(device), dtype) == reason
     wide = "head dimension 256, which is no multiple of 8 from 40 to 128"
-    assert gluon.cannot(256) == gluon.cannot(256, softcap=1.0) == wide
-    assert "--attn-logit-softcapping" in gluon.cannot(64, softcap=1.0)
-    assert "--attention-dropout 0" in gluon.cannot(64, drop=0.1)
-    assert gluon.cannot(64) is gluon.cannot(None) is None
+    assert gluon.unsupported_heads(256) == gluon.unsupported_heads(256, softcap=1.0) == wide
+    assert "--attn-logit-softcapping" in gluon.unsupported_heads(64, softcap=1.0)
+    assert "--attention-dropout 0" in gluon.unsupported_heads(64, drop=0.1)
+    assert gluon.unsupported_heads(64) is gluon.unsupported_heads(None) is None

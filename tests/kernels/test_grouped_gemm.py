@@ -131,5 +131,5 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(dispatch.UserError, match="--grouped-gemm-backend triton: float64; drop"):
         chosen(mixture(fp64=True, grouped_gemm_backend="triton"))
     monkeypatch.undo()  # the rows as they are shipped
-    assert module.unfit(2, 90) is None and module.unfit(2, 80) is None
-    assert "KiB of shared memory for a block of threads" in str(module.unfit(2, 120))
+    assert module.unsupported_reason(2, 90) is None and module.unsupported_reason(2, 80) is None
+    assert "KiB of shared memory for a block of threads" in str(module.unsupported_reason(2, 120))

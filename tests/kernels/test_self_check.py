@@ -226,7 +226,7 @@ def test_what_fails_is_left_out_with_a_warning(monkeypatch, caplog):
     }
     assert "norm: our kernels are not used. the check at start failed" in caplog.text
     # `auto` passes over it, and a flag that asks for it is refused
-    monkeypatch.setattr(lang, "unfit", lambda device, dtype: None)
+    monkeypatch.setattr(lang, "unsupported_reason", lambda device, dtype: None)
     monkeypatch.setattr(lang, "capability", lambda device: 90)
     choice = dispatch.choose("norm", "auto", GPU, torch.bfloat16)
     assert choice.implementation == "torch" and "failed on rank 0" in choice.because

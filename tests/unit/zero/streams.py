@@ -292,7 +292,7 @@ class PretendedGPU(TorchDispatchMode):
         put(pretrain, "choose_device", lambda launch, config: (Device(), "gloo"))
         put(pretrain, "set_determinism", lambda device, wanted: None)
         # they would run in Triton's interpreter, for minutes
-        put(lang, "unfit", lambda device, dtype: "a pretended GPU")
+        put(lang, "unsupported_reason", lambda device, dtype: "a pretended GPU")
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
