@@ -155,10 +155,7 @@ def attention_reference_backward(
     x, tanh_of_x = _scores(q, k, options.scale, options.softcap)
     see = mask.dense(*x.shape[-2:], x.device)
     p = torch.exp(x - lse[..., None]).masked_fill(~see, 0.0)
-    factor = 1.0
-    if options.drop > 0:
-        kept = _kept(p, mask, options, sample_ids)
-        factor = kept.to(p.dtype) * (1 / (1 - options.drop))
+    factor = _dropout_factor(p, mask, options, sample_ids)
     dp = (dout @ v.transpose(-1, -2)).to(wide) * factor
     ds = p * (dp - (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)) * options.scale
     if tanh_of_x is not None:
@@ -174,6 +171,15 @@ def _of_keys(weights: Tensor, rows: Tensor, group: int) -> Tensor:
     """
     summed = weights.transpose(-1, -2) @ rows
     return summed.unflatten(1, (-1, group)).sum(2).permute(2, 0, 1, 3)
+
+
+def _dropout_factor(
+    p: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None
+) -> Tensor | float:
+    """What dropout multiplies probabilities p [b, n, s, t] by."""
+    if options.drop == 0:
+        return 1.0
+    return _kept(p, mask, options, sample_ids).to(p.dtype) * (1 / (1 - options.drop))
 
 
 def _kept(p: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None) -> Tensor:

@@ -438,19 +438,23 @@ def allocate(
     operands = [aligned(x.flatten(1, 2)) for x in operands]
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     dq, dk, dv = (x.view(len(x), -1, *x.shape[3:]) for x in by_key_head(gradients))
-
-    # Query heads of a key head are split over programs where keys alone would leave the GPU idle.
-    t, groups, d = dk.shape
-    members = heads_of_a_program(-(-t // keys) * groups, m, lang.multiprocessors(dk.device))
-    parts = dk, dv
-    if members < m:
-        shape = (2, t, groups * (m // members), d)
-        parts = torch.empty(shape, device=dk.device).unbind()
+    parts = _allocate_parts(dk, dv, m, keys)
     dq_sum = None if deterministic else torch.zeros(dq.shape, device=dq.device)
-
     *rows, s = lse.shape
     base, delta = torch.empty(2, *rows, -(-s // TILE) * TILE, device=lse.device).unbind()
-    return BackwardTensors(*operands, gradients, dq, dk, dv, members, *parts, dq_sum, base, delta)
+    return BackwardTensors(*operands, gradients, dq, dk, dv, *parts, dq_sum, base, delta)
+
+
+def _allocate_parts(dk: Tensor, dv: Tensor, m: int, keys: int) -> tuple[int, Tensor, Tensor]:
+    """(query heads of a program, what programs write of dk and dv): the m query heads of a key head
+    are split over programs where those of `keys` keys alone would leave the GPU idle.
+    """
+    t, groups, d = dk.shape
+    members = heads_of_a_program(-(-t // keys) * groups, m, lang.multiprocessors(dk.device))
+    if members == m:
+        return members, dk, dv
+    shape = (2, t, groups * (m // members), d)
+    return members, *torch.empty(shape, device=dk.device).unbind()
 
 
 def prepare(tensors: BackwardTensors, lse: Tensor, dlse: Tensor | None) -> dict[str, Any]:

@@ -69,8 +69,9 @@ class Draw:
             generator=torch.Generator(self.device).manual_seed(self.count),
         ).to(dtype or self.dtype)
 
-    def either(self, small: Any, large: Any) -> Any:
-        return small if self.tiny else large
+    def sizes(self, settings: dict[str, Any], **pairs: tuple[Any, Any]) -> list[Any]:
+        """By name what the settings give, else of each pair the small or the large one."""
+        return [settings.get(name, pair[not self.tiny]) for name, pair in pairs.items()]
 
 
 def case_of(variant: Variant, device: torch.device) -> Case:
@@ -135,8 +136,7 @@ def _attention_options(key: dict[str, Any], s: int, b: int, device: torch.device
 
 def _attention_operands(draw: Draw, key: dict[str, Any], d: int) -> tuple[Results, Tensor]:
     """(q, k, v or the fused projection, the output's gradient)."""
-    s, b, n, g = draw.either((192, 1, 2, 1), (4096, 4, 2048 // d, 2048 // d))
-    s, b, m, g = key.get("s", s), key.get("b", b), key.get("m", n // g), key.get("g", g)
+    s, b, m, g = draw.sizes(key, s=(192, 4096), b=(1, 4), m=(2, 1), g=(1, 2048 // d))
     q, k, v, dout = (draw(s, b, heads, d) for heads in (m * g, g, g, m * g))
     if not key.get("fused"):
         return (q, k, v), dout
@@ -166,8 +166,7 @@ def _attention(draw: Draw, key: dict[str, Any], kernel: str) -> Case:
 
 def _activation(draw: Draw, key: dict[str, Any], direction: str) -> Case:
     kind = key.get("activation", "swiglu" if key.get("kind") == "gated" else "gelu")
-    rows, width = draw.either((6, 80), (8192, 16384))
-    rows, width = key.get("rows", rows), key.get("width", width)
+    rows, width = draw.sizes(key, rows=(6, 8192), width=(80, 16384))
     fused = width * (2 if kind in activation.GATED else 1)
     biased = key.get("bias", key.get("kind") == "bias")
     x, dy = draw(rows, fused), draw(rows, width)
@@ -188,14 +187,12 @@ def _activation(draw: Draw, key: dict[str, Any], direction: str) -> Case:
 
 def _adam_state(draw: Draw, key: dict[str, Any]) -> list[Tensor]:
     """master, grad, exp_avg, exp_avg_sq."""
-    size, fp32 = key.get("size", draw.either(3000, 1 << 27)), torch.float32
-    grad, exp_avg, exp_avg_sq = (
-        getattr(torch, key[name]) if name in key else default
-        for name, default in (("grad", draw.dtype), ("exp_avg", fp32), ("exp_avg_sq", fp32))
-    )
-    state = [draw(size, dtype=dtype) for dtype in (fp32, grad, exp_avg, exp_avg_sq)]
-    state[3].abs_()
-    return state
+    (size,) = draw.sizes(key, size=(3000, 1 << 27))
+    dtypes = {"exp_avg": "float32", "exp_avg_sq": "float32"} | key
+    grad = getattr(torch, key["grad"]) if "grad" in key else draw.dtype
+    master, gradient = draw(size, dtype=torch.float32), draw(size, dtype=grad)
+    moments = [draw(size, dtype=getattr(torch, dtypes[name])) for name in ("exp_avg", "exp_avg_sq")]
+    return [master, gradient, moments[0], moments[1].abs_()]
 
 
 def _adamw(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
@@ -221,29 +218,22 @@ def _cross_entropy(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
     """Forward and backward in a row, in place: what is timed a second time are other numbers, the
     same work.
     """
-    tokens, width = draw.either((3, 700), (8192, 131072))
-    tokens, width = key.get("tokens", tokens), key.get("width", width)
-    columns, softcap = key.get("columns", width), key.get("softcap")
-    logits, labels, ones = (
-        draw(tokens, width),
-        torch.arange(tokens, device=draw.device),
-        torch.ones(tokens, device=draw.device),
-    )
+    tokens, width = draw.sizes(key, tokens=(3, 8192), width=(700, 131072))
+    given = key.get("columns", width), key.get("softcap")
+    logits = draw(tokens, width)
+    labels = torch.arange(tokens, device=draw.device)
+    ones = torch.ones(tokens, device=draw.device)
     before = logits.clone() if draw.tiny else logits
 
     def call() -> Results:
-        top, exponentials, target = cross_entropy.cross_entropy_parts(
-            logits, labels, columns, softcap
-        )
+        top, exponentials, target = cross_entropy.cross_entropy_parts(logits, labels, *given)
         lse = exponentials.log() + top
-        cross_entropy.cross_entropy_backward_(
-            logits, labels, lse, ones, torch.zeros_like(ones), columns, softcap
-        )
+        cross_entropy.cross_entropy_backward_(logits, labels, lse, ones, 0 * ones, *given)
         return lse - target, logits
 
     def expected(dtype: torch.dtype) -> Results:
         wide = before.to(dtype, copy=True).requires_grad_()
-        loss, _ = cross_entropy.cross_entropy_reference(wide, labels, columns, softcap)
+        loss, _ = cross_entropy.cross_entropy_reference(wide, labels, *given)
         return loss.detach(), *torch.autograd.grad(loss.sum(), wide)
 
     return Case(call, expected)
@@ -251,36 +241,26 @@ def _cross_entropy(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
 
 def _dropout(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
     """With the residual, and without, as backward."""
-    s, b, h = draw.either((4, 2, 300), (2048, 4, 4096))
-    s, b, h = key.get("s", s), key.get("b", b), key.get("width", h)
-    drop = key.get("drop", 0.1)
-    x, residual, samples, tokens = (
-        draw(s, b, h),
-        draw(s, b, h),
-        torch.arange(b, device=draw.device),
-        torch.arange(s, device=draw.device),
-    )
+    s, b, h = draw.sizes(key, s=(4, 2048), b=(2, 4), width=(300, 4096))
+    x, residual, drop = draw(s, b, h), draw(s, b, h), key.get("drop", 0.1)
+    at = torch.arange(b, device=draw.device), torch.arange(s, device=draw.device)
+
+    def call() -> Results:
+        added = dropout.dropout_add(x, residual, *at, *KEY, drop)
+        return added, dropout.dropout_add(x, None, *at, *KEY, drop)
 
     def expected(dtype: torch.dtype) -> Results:
         wide, added = _to(dtype, (x, residual))
-        both = dropout.dropout_add_reference(wide, added, samples, tokens, KEY, drop)
-        zeros = torch.zeros_like(wide)
-        alone = dropout.dropout_add_reference(wide, zeros, samples, tokens, KEY, drop)
-        return both, alone
+        addends = added, torch.zeros_like(wide)
+        both = [dropout.dropout_add_reference(wide, each, *at, KEY, drop) for each in addends]
+        return tuple(both)
 
-    return Case(
-        lambda: (
-            dropout.dropout_add(x, residual, samples, tokens, *KEY, drop),
-            dropout.dropout_add(x, None, samples, tokens, *KEY, drop),
-        ),
-        expected,
-    )
+    return Case(call, expected)
 
 
 def _fp8(draw: Draw, key: dict[str, Any], part: str) -> Case:
     """What comes out, widened: the definition's bits."""
-    m, n = draw.either((130, 300), (8192, 4096))
-    x = draw(key.get("rows", m), key.get("width", n))
+    x = draw(*draw.sizes(key, rows=(130, 8192), width=(300, 4096)))
     scaling = key.get("scaling", "row" if part == "rows" else "block")
     turned, kind = key.get("transposed", part == "tiles"), getattr(torch, key.get("to", E4M3))
 
@@ -301,7 +281,7 @@ def _fp8(draw: Draw, key: dict[str, Any], part: str) -> Case:
 
 def _grad_norm(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
     dtype = getattr(torch, key.get("grad", "float32"))
-    size = key.get("size", draw.either(9000, 1 << 28))
+    (size,) = draw.sizes(key, size=(9000, 1 << 28))
     pieces = [draw(size, dtype=dtype) for _ in range(key.get("pieces", 1))]
     return Case(
         lambda: (grad_norm.sum_of_squares(pieces),),
@@ -311,10 +291,8 @@ def _grad_norm(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
 
 def _grouped_gemm(draw: Draw, key: dict[str, Any], what: str) -> Case:
     """Experts of a fine-grained mixture, one of which has no row."""
-    counts = draw.either((5, 0, 70), (2048, 0, *range(512, 3584, 256)))
-    counts = key.get("counts", counts)
-    o, i = draw.either((72, 48), (1536, 2048))
-    o, i = key.get("o", o), key.get("i", i)
+    many = (2048, 0, *range(512, 3584, 256))
+    counts, o, i = draw.sizes(key, counts=((5, 0, 70), many), o=(72, 1536), i=(48, 2048))
     ends = torch.tensor(counts, device=draw.device).cumsum(0, dtype=torch.int32)
     x, dy, weight = draw(sum(counts), i), draw(sum(counts), o), draw(len(counts), o, i)
     if what == "weight":
@@ -345,8 +323,7 @@ def _grouped_weight(
 
 
 def _initialise(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
-    rows, width = draw.either((3, 70), (16384, 4096))
-    rows, width = key.get("rows", rows), key.get("width", width)
+    rows, width = draw.sizes(key, rows=(3, 16384), width=(70, 4096))
     out = torch.empty(rows, width, device=draw.device)
     std, skip = key.get("std", 0.02), key.get("skip", 2)
 
@@ -366,14 +343,11 @@ def _norm_operands(draw: Draw, key: dict[str, Any], wide: int) -> tuple[Tensor, 
     """x, the residual or its gradient, dy, and the parameters; `wide`: just wider than a program
     holds.
     """
-    is_wide, dtype = (
-        key.get("kind") == "wide",
-        torch.float32 if key.get("bytes") == 4 else draw.dtype,
-    )
-    rows, width = draw.either(
-        (5, wide if is_wide else 300), (1024, 65536) if is_wide else (8192, 4096)
-    )
-    rows, width = key.get("rows", rows), key.get("width", width)
+    dtype = torch.float32 if key.get("bytes") == 4 else draw.dtype
+    if key.get("kind") == "wide":
+        rows, width = draw.sizes(key, rows=(5, 1024), width=(wide, 65536))
+    else:
+        rows, width = draw.sizes(key, rows=(5, 8192), width=(300, 4096))
     x = draw(rows, key.get("stride", width), dtype=dtype)[:, :width]
     parameters = (draw(width, dtype=dtype) for _ in range(2 if key.get("centre") else 1))
     return x, draw(rows, width, dtype=dtype), draw(rows, width, dtype=dtype), *parameters
@@ -425,8 +399,8 @@ def _norm_backward(
 
 def _qk_norm_operands(draw: Draw, key: dict[str, Any]) -> tuple[Tensor, ...]:
     """qkv, the output's gradient and the parameters."""
-    sizes = draw.either((3, 2, 2, 2, 32), (4096, 4, 8, 4, 128))
-    s, b, g, m, d = (key.get(name, size) for name, size in zip("sbgmd", sizes, strict=True))
+    s, b = draw.sizes(key, s=(3, 4096), b=(2, 4))
+    g, m, d = draw.sizes(key, g=(2, 8), m=(2, 4), d=(32, 128))
     parameters = (draw(d) for _ in range(4 if key.get("centre") else 2))
     return draw(s, b, g, m + 2, d), draw(s, b, g, m + 2, d), *parameters
 
@@ -459,18 +433,15 @@ def _qk_norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
 def _tables(draw: Draw, s: int, b: int, d: int) -> tuple[Tensor, Tensor]:
     """cos and sin [s, b, 1, d] of random angles, as model/attention/rotary.py makes them."""
     angles = draw(s, b, 1, d // 2, dtype=torch.float32)
-    return (
-        torch.cat([angles.cos()] * 2, -1),
-        torch.cat([-angles.sin(), angles.sin()], -1),
-    )
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def _rotary(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
     """In place: a second turn is the same work. Query and key heads of a projection where its
     groups `g` of `m` query heads are given.
     """
-    s, b, n, d = draw.either((5, 2, 3, 32), (4096, 4, 40, 128))
-    s, b, n, d = (key.get(name, value) for name, value in zip("sbnd", (s, b, n, d), strict=True))
+    s, b, n, d = draw.sizes(key, s=(5, 4096), b=(2, 4), n=(3, 40), d=(32, 128))
     m = key.get("m")
     x = draw(s, b, n, d) if m is None else draw(s, b, key["g"], m + 2, d)[:, :, :, : m + 1]
     cos, sin = _tables(draw, s, b, key.get("rotary", d))

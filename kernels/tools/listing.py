@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+import networkx  # torch depends on it
+
 LABEL = re.compile(r"^(\.L_\w+):")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)([^;]*);?")
 PRODUCT = r"(HGMMA|HMMA|UTC\w*MMA)"
@@ -67,48 +69,20 @@ def blocks(code: str) -> tuple[list[BasicBlock], dict[int, list[int]]]:
 
 def loops(following: dict[int, list[int]]) -> list[set[int]]:
     """The loops among blocks of which 0 is the first: each the set of its blocks."""
-    order = _in_order(following)
-    before: dict[int, list[int]] = {at: [] for at in order}
-    for at in order:
-        for after in following[at]:
-            before[after].append(at)
-    # the blocks that every way from the first one passes
-    passed = {at: set(order) for at in order} | {0: {0}}
-    changed = True
-    while changed:
-        changed = False
-        for at in order[1:]:
-            new = {at} | set.intersection(*(passed[each] for each in before[at]))
-            changed |= new != passed[at]
-            passed[at] = new
+    graph = networkx.DiGraph(following)
+    graph = graph.subgraph(networkx.descendants(graph, 0) | {0})
+    passed = networkx.immediate_dominators(graph, 0)
     found: dict[int, set[int]] = {}
-    for last in order:
-        for head in following[last]:
-            if head not in passed[last]:
-                continue
-            body, stack = found.setdefault(head, {head}), [last]
-            while stack:
-                at = stack.pop()
-                if at not in body:
-                    body.add(at)
-                    stack += before[at]
+    for last, head in graph.edges:
+        # a way back: every way from the first block to `last` passes `head`
+        at = last
+        while at not in (head, passed.get(at, at)):
+            at = passed[at]
+        if at == head:
+            within = graph.subgraph(graph.nodes - {head})
+            ways = networkx.ancestors(within, last) if last != head else set()
+            found.setdefault(head, {head}).update(ways | {last})
     return list(found.values())
-
-
-def _in_order(following: dict[int, list[int]]) -> list[int]:
-    """The blocks that can be reached, each before those that only it leads to."""
-    left, seen = [], {0}
-    stack = [(0, iter(following[0]))]
-    while stack:
-        at, others = stack[-1]
-        after = next(others, None)
-        if after is None:
-            left.append(at)
-            stack.pop()
-        elif after not in seen:
-            seen.add(after)
-            stack.append((after, iter(following[after])))
-    return left[::-1]
 
 
 def hot_loop(code: str) -> list[str]:
