@@ -94,12 +94,17 @@ def keep_mask(
     return philox.keep_mask(key, words, keys, drop, blocks=fours).view(*rows[0].shape, keys)
 
 
+def _seen(mask: AttentionMask, x: Tensor) -> Tensor:
+    """Where queries see keys, of scores x [b, n, s, t]."""
+    return mask.dense(*x.shape[-2:], x.device)
+
+
 def _softmax_of_seen(x: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
     """(lse [b, n, s], p [b, n, s, t]) of scores x [b, n, s, t] where queries see keys; of rows that
     see nothing lse is -inf and p 0.
     """
     s, t = x.shape[-2:]
-    see = mask.dense(s, t, x.device)
+    see = _seen(mask, x)
     x = x.masked_fill(~see, float("-inf"))
     if mask.q_positions is None and s <= t:  # each query sees itself
         return torch.logsumexp(x, -1), torch.softmax(x, -1)
@@ -153,8 +158,7 @@ def attention_reference_backward(
     dout, out = (x.permute(1, 2, 0, 3) for x in (dout, out))
     q, k, v = _by_query_head(q, k, v)
     x, tanh_of_x = _scores(q, k, options.scale, options.softcap)
-    see = mask.dense(*x.shape[-2:], x.device)
-    p = torch.exp(x - lse[..., None]).masked_fill(~see, 0.0)
+    p = torch.exp(x - lse[..., None]).masked_fill(~_seen(mask, x), 0.0)
     factor = _dropout_factor(p, mask, options, sample_ids)
     dp = (dout @ v.transpose(-1, -2)).to(wide) * factor
     ds = p * (dp - (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)) * options.scale

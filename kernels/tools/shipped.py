@@ -8,6 +8,7 @@ integers are multiples of 16, as torch's allocator and most strides are, but for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,19 @@ def _compiled(
     )
     warps = num_warps or (row.numbers["num_warps"] if row else 4)
     return Compiled(name, kernel, signature, fixed, tuple(divisible), warps, row=row, **more)
+
+
+def _launched(
+    name: str,
+    kernel: Any,
+    types: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    form: KernelLaunch,
+    unaligned: Collection[str] = (),
+) -> Compiled:
+    """A kernel that follows its input's width."""
+    sizes = {"ROWS": form.rows, "BLOCK": form.block, "PREFETCH": form.prefetch}
+    return _compiled(name, kernel, types, sizes | fixed, form.row, form.num_warps, unaligned)
 
 
 def _typed(kind: str, names: str) -> dict[str, str]:
@@ -269,18 +283,17 @@ def _norm(arch: int) -> Iterator[Compiled]:
         *(("bf16", width) for width in (128, 4096, 8192, 16384, 65536)),
         ("fp32", 8192),
     ):
-        for centre, add in ((False, False), (False, True), (True, False), (True, True)):
+        for centre, add in itertools.product((False, True), (False, True)):
             if add and width == 128 or not add and width > 4096:
                 continue
             name = f"{'add_' * add}{'layer' if centre else 'rms'}_norm_{dtype}_{width}"
             flags: dict[str, Any] = {"ADD": add, "CENTRE": centre}
             flags |= {} if width == 128 else {"inner": 1, "inner_stride": 0}
             form = norm.configuration("forward", width, TORCH[dtype], arch)
-            is_whole = form.block >= width
-            forward = norm.forward_kernel if is_whole else norm.wide_forward_kernel
-            yield _row_of_norm(name, forward, dtype, flags, form)
-            if not is_whole:
-                continue  # its backward is that of 16384
+            if form.block < width:  # its backward is that of 16384
+                yield _row_of_norm(name, norm.wide_forward_kernel, dtype, flags, form)
+                continue
+            yield _row_of_norm(name, norm.forward_kernel, dtype, flags, form)
             form = norm.configuration("backward", width, TORCH[dtype], arch)
             backward = {"backward": norm.backward_kernel}
             if form.block < width:
@@ -297,9 +310,7 @@ def _row_of_norm(
 ) -> Compiled:
     types = _typed(f"*{dtype}", "x residual weight bias y total dy dtotal dx") | {"eps": "fp32"}
     types |= _typed("*fp32", "statistics projections partials")
-    fixed = flags | {"ROWS": form.rows, "BLOCK": form.block, "PREFETCH": form.prefetch}
-    unaligned = ("rows", "inner")
-    return _compiled(name, kernel, types, fixed, form.row, form.num_warps, unaligned)
+    return _launched(name, kernel, types, flags, form, ("rows", "inner"))
 
 
 def _qk_norm(arch: int) -> Iterator[Compiled]:
@@ -314,16 +325,13 @@ def _qk_norm(arch: int) -> Iterator[Compiled]:
         types = _typed(f"*{dtype}", "x q_weight k_weight q_bias k_bias y dy dx") | {"eps": "fp32"}
         types |= _typed("*fp32", "statistics partials cos sin")
         for direction in ("forward", "backward"):
-            form = qk_norm.configuration(direction, d, arch)
-            flags = {"CENTRE": centre, "TURN": half > 0, "HALF": half}
-            yield _compiled(
+            yield _launched(
                 f"qk_norm_{direction}_{dtype}_{d}_{2 * half}{'_layer' * centre}",
                 getattr(qk_norm, f"{direction}_kernel"),
                 types,
-                flags | {"ROWS": form.rows, "BLOCK": form.block},
-                form.row,
-                form.num_warps,
-                unaligned=("rows", "heads", "per_token", "batch"),
+                {"CENTRE": centre, "TURN": half > 0, "HALF": half},
+                qk_norm.configuration(direction, d, arch),
+                ("rows", "heads", "per_token", "batch"),
             )
 
 
@@ -335,16 +343,13 @@ def _activation(arch: int) -> Iterator[Compiled]:
             types = _typed(f"*{dtype}", "x bias y dy dx") | {"partials": "*fp32"}
             for direction in ("forward", "backward"):
                 width = 14336 if is_gated else 16384
-                form = activation.configuration(direction, kind, width, bias, arch)
-                fixed = {"KIND": kind, "GATE": is_gated, "BIAS": bias}
-                yield _compiled(
+                yield _launched(
                     f"{kind}_{'bias_' * bias}{dtype}{'_backward' * (direction == 'backward')}",
                     getattr(activation, f"{direction}_kernel"),
                     types,
-                    fixed | {"BLOCK": form.block, "PREFETCH": form.prefetch},
-                    form.row,
-                    form.num_warps,
-                    unaligned=("rows",),
+                    {"KIND": kind, "GATE": is_gated, "BIAS": bias},
+                    activation.configuration(direction, kind, width, bias, arch),
+                    ("rows",),
                 )
 
 
@@ -355,15 +360,8 @@ def _dropout(arch: int) -> Iterator[Compiled]:
         for add in (True, False):
             types = _typed(f"*{dtype}", "x residual y") | _typed("*i64", "sample_ids token_index")
             types |= {"scale": "fp32"} | _typed("u32", "k0 k1 threshold")
-            yield _compiled(
-                f"dropout_{'add_' * add}{dtype}",
-                dropout.dropout_kernel,
-                types,
-                {"ADD": add, "BLOCK": form.block},
-                form.row,
-                form.num_warps,
-                unaligned=("batch",),
-            )
+            name = f"dropout_{'add_' * add}{dtype}"
+            yield _launched(name, dropout.dropout_kernel, types, {"ADD": add}, form, ("batch",))
 
 
 def _rotary(arch: int) -> Iterator[Compiled]:
@@ -377,14 +375,13 @@ def _rotary(arch: int) -> Iterator[Compiled]:
         ("fp32", 40, 5, 64),
     ):
         form = rotary.configuration(heads, half, arch)
-        yield _compiled(
+        yield _launched(
             f"rotary_{dtype}_{heads}x{group}_{2 * half}",
             rotary.rotary_kernel,
             {"x": f"*{dtype}"} | _typed("*fp32", "cos sin"),
-            {"GROUP": group, "HALF": half, "HEADS": form.rows, "BLOCK": form.block},
-            form.row,
-            form.num_warps,
-            unaligned=("batch", "heads", "direction"),
+            {"GROUP": group, "HALF": half, "HEADS": form.rows},
+            form,
+            ("batch", "heads", "direction"),
         )
 
 
@@ -395,14 +392,13 @@ def _cross_entropy(arch: int) -> Iterator[Compiled]:
     types |= _typed("*fp32", "parts lse dloss dlse")
     for softcap in (False, True):
         for direction in ("parts", "backward"):
-            yield _compiled(
+            yield _launched(
                 f"cross_entropy {direction} {'capped' if softcap else 'plain'}",
                 getattr(cross_entropy, f"{direction}_kernel"),
                 types,
-                {"SOFTCAP": softcap, "BLOCK": form.block},
-                form.row,
-                form.num_warps,
-                unaligned=("tokens", "columns"),
+                {"SOFTCAP": softcap},
+                form,
+                ("tokens", "columns"),
             )
 
 
@@ -417,8 +413,7 @@ def _fp8(arch: int) -> Iterator[Compiled]:
         form = fp8.row_configuration(n, arch)
         fixed = {"LARGEST": 448.0, "COLUMNS": form.block, "LOOPS": form.block < n}
         given = types | {"q": "*fp8e4nv"}
-        name = f"fp8_rows_{n}"
-        yield _compiled(name, fp8.row_kernel, given, fixed, form.row, form.num_warps)
+        yield _launched(f"fp8_rows_{n}", fp8.row_kernel, given, fixed, form)
     for name, blocks, plain, transposed, kind, largest in (
         ("blocks", True, True, False, "*fp8e4nv", 448.0),
         ("blocks_transposed", True, True, True, "*fp8e4nv", 448.0),
@@ -512,14 +507,13 @@ def _initialise(arch: int) -> Iterator[Compiled]:
     are as large as.
     """
     form = initialise.configuration(4096, arch)
-    yield _compiled(
+    yield _launched(
         "initialise normal",
         initialise.normal_kernel,
         {"out": "*fp32"} | _typed("u32", "k0 k1"),
-        {"STD": 0.02, "ANGLE": initialise.ANGLE, "ROWS": form.rows, "BLOCKS": form.block},
-        form.row,
-        form.num_warps,
-        unaligned=("first_row", "first_block", "rows"),
+        {"STD": 0.02, "ANGLE": initialise.ANGLE, "BLOCKS": form.block},
+        form,
+        ("first_row", "first_block", "rows"),
     )
 
 

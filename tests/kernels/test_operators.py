@@ -11,7 +11,9 @@ from megatron.kernels.cases import case_of
 from megatron.kernels.fp8 import find_maxima
 from megatron.kernels.lang import CALLED
 from megatron.kernels.self_check import Variant
+from megatron.kernels.tools import sanitize
 from torch.utils._python_dispatch import TorchDispatchMode
+from unit.zero.measure import launches_of_nothing
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 HEADS = {"s": 5, "b": 1, "g": 2, "m": 1, "d": 16, "rotary": 8}
@@ -55,15 +57,20 @@ class Recorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_torchs_own_checks(device):
+@pytest.fixture(scope="module")
+def operators():
+    """The names of all operators of kernels/."""
     for file in KERNELS.glob("*.py"):
         importlib.import_module(f"megatron.kernels.{file.stem}")
+    return {n for n, each in CALLED.items() if each.__module__.startswith("megatron.kernels")}
+
+
+def test_torchs_own_checks(device, operators):
     with Recorder() as recorder:
         for kernel, settings in CALLS:
             case_of(Variant(kernel, "float32", settings), device).call()
         find_maxima(torch.randn(4, 8, device=device), "row")
-    ours = {n for n, each in CALLED.items() if each.__module__.startswith("megatron.kernels")}
-    assert recorder.calls.keys() == ours
+    assert recorder.calls.keys() == operators
     for name, (function, args) in recorder.calls.items():
         # the backward pass of attention is not differentiated
         is_backward = name == "megatron::flash_attention_backward"
@@ -77,3 +84,15 @@ def test_no_rows(device, kernel, settings):
     case = case_of(Variant(kernel, "float32", settings), device)
     for result, expected in zip(case.call(), case.expected(torch.float32), strict=True):
         assert result.shape == expected.shape and not result.any()
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there it runs for real: scripts/gpu.sh settle memcheck"
+)
+def test_the_sanitizer_is_given_every_operator(capsys, operators):
+    # the tool by itself takes a minute in the interpreter
+    with Recorder() as recorder, launches_of_nothing():
+        assert sanitize.main([]) == sanitize.main(["gluon"]) == 0
+    # maxima_fp8 is called within quantise_fp8
+    assert recorder.calls.keys() | {"megatron::maxima_fp8"} == operators
+    assert capsys.readouterr().out.endswith(" calls on cpu\n")
