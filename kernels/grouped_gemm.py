@@ -209,10 +209,10 @@ def _sizes(row: Row) -> dict[str, int]:
 
 def unsupported_reason(itemsize: int, arch: int) -> str | None:
     """Why a GPU cannot run the kernels for operands of `itemsize` bytes; None where it can."""
-    reasons = (
-        configuration(what, itemsize, arch).unsupported_reason(arch) for what in ("rows", "weight")
-    )
-    return next((reason for reason in reasons if reason), None)
+    if itemsize == 8:
+        return "float64"
+    rows, weight = (configuration(what, itemsize, arch) for what in ("rows", "weight"))
+    return rows.unsupported_reason(arch) or weight.unsupported_reason(arch)
 
 
 def _check(x: Tensor, weight: Tensor, ends: Tensor) -> None:

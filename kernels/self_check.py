@@ -110,7 +110,7 @@ class _Child:
         """The fault of each variant, "" where there is none, until all have been computed, or the
         process ends or is silent for too long; then `end` has the reason.
         """
-        self.ready = bool(self._line(START_LIMIT_S))  # its first line says so
+        self.ready = bool(self._line(START_LIMIT_S))  # its first line
         for _ in range(self.count if self.ready else 0):
             line = self._line(LIMIT_S)
             if not line:

@@ -183,8 +183,10 @@ def _arrivals(block: BasicBlock, waited: bool) -> tuple[bool, int]:
 def facts(code: str) -> dict[str, int]:
     """What the manifest holds of a listing."""
     hot = hot_loop(code)
-    counts = {
-        name: sum(re.match(pattern, each) is not None for each in hot)
-        for name, pattern in IN_HOT_LOOP.items()
-    }
+    counts = {name: count(pattern, hot) for name, pattern in IN_HOT_LOOP.items()}
     return {"serialised": serialised(code)} | counts
+
+
+def count(pattern: str, instructions: list[str]) -> int:
+    """How many of the instructions begin so."""
+    return sum(re.match(pattern, each) is not None for each in instructions)

@@ -34,6 +34,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ if not __package__:  # run as a file
     sys.path[0] = str(ROOT)
 
 from megatron.kernels import lang  # noqa: E402
-from megatron.kernels.configurations import ARCHITECTURES, shared_memory  # noqa: E402
+from megatron.kernels.configurations import ARCHITECTURES, Row, shared_memory  # noqa: E402
 from megatron.kernels.tools import listing  # noqa: E402
 from megatron.kernels.tools.shipped import Compiled, compilations  # noqa: E402
 
@@ -68,6 +69,13 @@ SUBSET = (
 )
 ORDER = 0.02  # measured: up to 0.7%, by the order in which the compiler goes over its sets
 SPILL = 8  # measured: 152 and 160 bytes of one kernel, by the same
+# of kernels that are written warp by warp
+MUST_OCCUR = {
+    "setmaxnreg": "no register changes hands between warps: ask for counts that sum up to what "
+    "the block has",
+    "overlapped": "no exponential is computed while a product runs: the wait for the product has "
+    "moved up",
+}
 Facts = dict[str, Any]
 
 
@@ -97,23 +105,18 @@ def source_of(row: Compiled) -> tuple[Any, dict[str, Any]]:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = row.kernel.arg_names
-    missing = set(names) - set(row.signature) - set(row.constants)
+    places = {name: at for at, name in enumerate(names)}
+    missing = places.keys() - row.signature.keys() - row.constants.keys()
     assert not missing, f"{row.name}: no type for {', '.join(sorted(missing))}"
-    divisible: list[tuple[int, ...]] = [(names.index(name),) for name in row.divisible]
-    # pointer, length, width, strides
-    divisible += [
-        (at, part)
-        for at, name in enumerate(names)
-        if isinstance(row.signature.get(name), tuple)
-        for part in range(len(row.signature[name]))
-        if part != 1
-    ]
+    divisible: list[tuple[int, ...]] = [(places[name],) for name in row.divisible]
+    for name, kind in row.signature.items():
+        if isinstance(kind, tuple):  # pointer, length, width, strides: all but the length
+            divisible += [(places[name], part) for part in range(len(kind)) if part != 1]
+    types = {**row.signature, **dict.fromkeys(row.constants, "constexpr")}
     source = (GluonASTSource if row.kernel.is_gluon() else ASTSource)(
         fn=row.kernel,
-        signature={
-            name: "constexpr" if name in row.constants else row.signature[name] for name in names
-        },
-        constexprs={(names.index(name),): value for name, value in row.constants.items()},
+        signature={name: types[name] for name in names},
+        constexprs={(places[name],): value for name, value in row.constants.items()},
         attrs={place: [["tt.divisibility", 16]] for place in divisible},
     )
     return source, {"num_warps": row.num_warps, "num_stages": row.num_stages, **row.options}
@@ -170,10 +173,8 @@ def read_cubin(compiled: Any, arch: int, gluon: bool) -> Facts:
     instructions = re.findall(
         r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code, re.MULTILINE
     )
-    counts = {
-        name: sum(re.match(pattern, each) is not None for each in instructions)
-        for name, pattern in (COUNTED | COUNTED_TOO.get(arch, {})).items()
-    }
+    patterns = COUNTED | COUNTED_TOO.get(arch, {})
+    counts = {name: listing.count(pattern, instructions) for name, pattern in patterns.items()}
     if gluon:
         counts |= {
             "setmaxnreg": sum(each.startswith("USETMAXREG") for each in instructions),
@@ -194,49 +195,44 @@ def faults(row: Compiled, facts: Facts) -> list[str]:
     """The rules that a compilation breaks."""
     if "error" in facts:
         return [facts["error"]]
-    found = []
+    return list(_broken_rules(row, facts))
+
+
+def _broken_rules(row: Compiled, facts: Facts) -> Iterator[str]:
+    accepted = row.row or Row("", row.arch, {}, {})
     wanted, called = PRODUCTS[row.arch]
-    if row.matmul and (facts[wanted] == 0 or row.arch > 80 and facts["old_mma"] > 0):
-        found.append(
-            f"{facts[wanted]} {called} and {facts['old_mma']} older matrix instructions: a "
-            f"tile is too small for {called}"
+    old = facts["old_mma"]
+    if row.matmul and (facts[wanted] == 0 or row.arch > 80 and old > 0):
+        yield (
+            f"{facts[wanted]} {called} and {old} older matrix instructions: a tile is too small "
+            f"for {called}"
         )
     if row.matmul and facts.get("cp_async") == 0:
-        found.append("no asynchronous copies: its loads wait for memory")
-    if facts.get("setmaxnreg") == 0:
-        found.append(
-            "no register changes hands between warps: ask for counts that sum up to what the "
-            "block has"
-        )
-    if facts.get("overlapped") == 0:
-        found.append(
-            "no exponential is computed while a product runs: the wait for the product has moved up"
-        )
+        yield "no asynchronous copies: its loads wait for memory"
+    for name, message in MUST_OCCUR.items():
+        if facts.get(name) == 0:
+            yield message
     if facts.get("unguarded"):
-        found.append(
+        yield (
             f"{facts['unguarded']} arrivals at an mbarrier without a barrier of threads since the "
             "last wait for products, which other warps may still run: use release()"
         )
-    if facts.get("serialised") and not (row.row and row.row.serialised):
-        found.append(
+    if facts.get("serialised") and not accepted.serialised:
+        yield (
             f"{facts['serialised']} of {facts['wgmma']} wgmma wait for the one before: registers "
             "are short: take a greater maxnreg, smaller tiles or more warps"
         )
-    spills, shared = (
-        row.row.spills if row.row else 0,
-        row.row.shared if row.row and row.row.shared else shared_memory(row.arch),
-    )
-    if facts["spilled"] > spills:
-        found.append(
-            f"{facts['spilled']} bytes are spilled, {spills} are accepted: take smaller "
+    if facts["spilled"] > accepted.spills:
+        yield (
+            f"{facts['spilled']} bytes are spilled, {accepted.spills} are accepted: take smaller "
             "tiles or more warps"
         )
+    shared = accepted.shared or shared_memory(row.arch)
     if facts["shared"] > shared:
-        found.append(
-            f"{facts['shared']} bytes of shared memory, a block may have {shared}: take "
-            "smaller tiles or fewer stages"
+        yield (
+            f"{facts['shared']} bytes of shared memory, a block may have {shared}: take smaller "
+            "tiles or fewer stages"
         )
-    return found
 
 
 def work(file: str | None, names: list[str], manifest: dict[str, Facts]) -> None:
@@ -250,12 +246,8 @@ def work(file: str | None, names: list[str], manifest: dict[str, Facts]) -> None
             again = file or held.get("key") != key["key"] or re.search(SUBSET, name)
             facts = compile_row(known[name]) | key if again else held | {"held": True}
         except Exception as error:
-            facts = {
-                "error": (
-                    f"does not compile: {type(error).__name__}: "
-                    f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
-                )
-            }
+            *_, last = ["", *str(error).strip().splitlines()]
+            facts = {"error": f"does not compile: {type(error).__name__}: {last}"}
         print(json.dumps({name: facts}), flush=True)
 
 
@@ -264,42 +256,24 @@ def compile_all(
 ) -> dict[str, Facts]:
     """What all of these compile to, by processes that may die."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, *(["--rows", file] if file else [])]
+    command += [*(["--quick"] if quick else []), "--compile"]
+    found: dict[str, Facts] = {}
 
-    def some(left: list[str]) -> dict[str, Facts]:
-        found: dict[str, Facts] = {}
+    def compile_these(left: list[str]) -> None:
         while left:
-            child = subprocess.run(
-                [
-                    sys.executable,
-                    __file__,
-                    *(["--rows", file] if file else []),
-                    *(["--quick"] if quick else []),
-                    "--compile",
-                    *left,
-                ],
-                capture_output=True,
-                text=True,
-                env=environ,
-            )
+            child = subprocess.run([*command, *left], capture_output=True, text=True, env=environ)
             for line in child.stdout.splitlines():
-                found |= json.loads(line)
+                found.update(json.loads(line))
             left = [name for name in left if name not in found]
             if left:
-                tail = child.stderr.strip().splitlines()
-                found[left.pop(0)] = {
-                    "error": (
-                        f"the compiler died with code {child.returncode}: "
-                        f"{tail[-1] if tail else ''}"
-                    )
-                }
-        return found
+                *_, last = ["", *child.stderr.strip().splitlines()]
+                error = f"the compiler died with code {child.returncode}: {last}"
+                found[left.pop(0)] = {"error": error}
 
     with ThreadPoolExecutor(jobs) as pool:
-        return {
-            name: facts
-            for part in pool.map(some, [names[index::jobs] for index in range(jobs)])
-            for name, facts in part.items()
-        }
+        list(pool.map(compile_these, [names[index::jobs] for index in range(jobs)]))
+    return {name: found[name] for name in names}
 
 
 def differences(found: dict[str, Facts], known: dict[str, Facts], *, whole: bool) -> list[str]:
@@ -307,18 +281,16 @@ def differences(found: dict[str, Facts], known: dict[str, Facts], *, whole: bool
     compiled.
     """
     lines = [f"{name}: not in the manifest" for name in found if name not in known]
-    lines += [
-        f"{name}: {key} {found[name].get(key)}, the manifest has {known[name].get(key)}"
-        for name in found
-        if name in known
-        for key in sorted((found[name].keys() | known[name].keys()) - {"key", "held"})
-        if not _same(key, found[name].get(key), known[name].get(key))
-    ]
-    return lines + (
-        [f"{name}: in the manifest, but no kernel has it" for name in known if name not in found]
-        if whole
-        else []
-    )
+    for name, facts in found.items():
+        held = known.get(name, facts)
+        for key in sorted((facts.keys() | held.keys()) - {"key", "held"}):
+            one, other = facts.get(key), held.get(key)
+            if not _same(key, one, other):
+                lines.append(f"{name}: {key} {one}, the manifest has {other}")
+    if whole:
+        unknown = [name for name in known if name not in found]
+        lines += [f"{name}: in the manifest, but no kernel has it" for name in unknown]
+    return lines
 
 
 def _same(key: str, found: Any, known: Any) -> bool:

@@ -73,31 +73,25 @@ ROUNDS = {"first": 5, "last": 25}
 
 def rows_of(arch: int, only: str = "") -> list[Row]:
     """What the table has for an architecture, each row once; no refused ones."""
-    rows = (
-        find(operator, arch, **dict(key))
-        for operator, key in configurations.TABLE
-        if min(configurations.TABLE[operator, key]) <= arch
-    )
-    return [
-        row
-        for row in rows
-        if only in title(row) and not row.refused and not row.operator.startswith(UNTUNED)
-    ]
+    found = []
+    for (operator, key), by_arch in configurations.TABLE.items():
+        if min(by_arch) > arch or operator.startswith(UNTUNED):
+            continue
+        row = find(operator, arch, **dict(key))
+        if only in title(row) and not row.refused:
+            found.append(row)
+    return found
 
 
 def write(rows: Iterable[Row]) -> str:
     """JSON, a row a line."""
 
-    def line(row: Row) -> str:
-        return json.dumps(
-            {
-                name: value
-                for name, value in vars(row).items()
-                if value or name in ("key", "numbers")
-            }
-        )
-
-    return "[\n" + ",\n".join(line(row) for row in rows) + "\n]\n"
+    lines = []
+    for row in rows:
+        fields = vars(row).items()
+        given = {name: value for name, value in fields if value or name in ("key", "numbers")}
+        lines.append(json.dumps(given))
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 def title(row: Row) -> str:
@@ -108,22 +102,15 @@ def candidates(row: Row, arch: int) -> list[Row]:
     """Other numbers for a row: the grid for matrix products; for what only moves bytes one number
     halved or doubled at a time.
     """
+    chosen = []
     if "M" in row.numbers and "N" in row.numbers:
-        chosen = [
-            dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())
-        ]
-        chosen = [
-            {name: value for name, value in (row.numbers | each).items() if value}
-            for each in chosen
-            if not (each["maxnreg"] and each["num_warps"] == 4)
-        ]
+        for values in itertools.product(*GRID.values()):
+            each = {**row.numbers, **dict(zip(GRID, values, strict=True))}
+            if not (each["maxnreg"] and each["num_warps"] == 4):
+                chosen.append({name: value for name, value in each.items() if value})
     else:
-        chosen = [
-            row.numbers | {name: value}
-            for name, old in row.numbers.items()
-            for value in (old // 2, 2 * old)
-            if value
-        ]
+        for name, old in row.numbers.items():
+            chosen += [{**row.numbers, name: value} for value in (old // 2, 2 * old) if value]
     return [
         replace(row, arch=arch, numbers=each, shared=0, serialised="", measured={})
         for each in chosen
@@ -157,37 +144,32 @@ def gate(
     """For each row what it compiles to and the rules that it breaks, in processes that may die;
     `whole`: all variants, the worst of each number.
     """
-    each = {
-        f"{at}/{shape.name}": (at, shape)
-        for at, row in enumerate(rows)
-        for shape in (compiled(row, arch) if whole else compiled(row, arch)[:1])
-    }
+    shapes = list(shapes_of(rows, arch, whole))
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        # a process that compiles makes the same rows under the same names
         file.write(
-            "from megatron.kernels.tools.tune import again\n\n\n"
-            f"def aot():\n    return again({write(rows)!r}, {arch}, {whole})\n"
+            "from megatron.kernels.tools.tune import read, shapes_of\n\n\n"
+            f"def aot():\n    return shapes_of(read({write(rows)!r}), {arch}, {whole})\n"
         )
         file.flush()
-        facts = manifest.compile_all(list(each), jobs, file.name)
+        facts = manifest.compile_all([shape.name for shape in shapes], jobs, file.name)
     result: list[tuple[dict, list[str]]] = [({}, []) for _ in rows]
-    for name, (at, shape) in each.items():
-        found, faults = result[at]
-        faults += manifest.faults(shape, facts[name])
-        found.update(
-            {
-                key: max(value, found.get(key, 0))
-                for key, value in facts[name].items()
-                if key != "error"
-            }
-        )
+    for shape in shapes:
+        needs = facts[shape.name]
+        found, faults = result[int(shape.name.partition("/")[0])]
+        faults += manifest.faults(shape, needs)
+        for key, value in needs.items():
+            if key != "error":
+                found[key] = max(value, found.get(key, 0))
         found["num_warps"] = shape.num_warps
     return result
 
 
-def again(text: str, arch: int, whole: bool) -> Iterator[Compiled]:
-    """In a process that compiles: the same rows under the same names."""
-    for at, row in enumerate(read(text)):
-        for shape in compiled(row, arch) if whole else compiled(row, arch)[:1]:
+def shapes_of(rows: list[Row], arch: int, whole: bool) -> Iterator[Compiled]:
+    """What is compiled from rows, of each all or the first, named by the row's place."""
+    for at, row in enumerate(rows):
+        shapes = compiled(row, arch)
+        for shape in shapes if whole else shapes[:1]:
             yield replace(shape, name=f"{at}/{shape.name}")
 
 
@@ -239,13 +221,8 @@ class Clock:
 def noise(times: list[float]) -> float:
     """Twice the standard error of the median, by the median distance from it."""
     middle = statistics.median(times)
-    return (
-        2
-        * 1.2533
-        * 1.4826
-        * statistics.median(abs(each - middle) for each in times)
-        / len(times) ** 0.5
-    )
+    distance = statistics.median(abs(each - middle) for each in times)
+    return 2 * 1.2533 * 1.4826 * distance / len(times) ** 0.5
 
 
 def winner(frozen: Row, rows: list[Row], times: list[list[float]]) -> tuple[Row, float, float]:
@@ -253,12 +230,11 @@ def winner(frozen: Row, rows: list[Row], times: list[list[float]]) -> tuple[Row,
     than the noise, else that.
     """
     medians = [statistics.median(each) for each in times]
-    best = min(range(len(rows)), key=medians.__getitem__)
-    if medians[0] - medians[best] > max(
-        LEAST_GAIN * medians[0], noise(times[0]) + noise(times[best])
-    ):
-        return rows[best], medians[best], medians[0]
-    return frozen, medians[0], medians[0]
+    before, ms = medians[0], min(medians)
+    best = medians.index(ms)
+    if before - ms > max(LEAST_GAIN * before, noise(times[0]) + noise(times[best])):
+        return rows[best], ms, before
+    return frozen, before, before
 
 
 def fitting(tried: list[Row], arch: int, jobs: int) -> list[Row]:
@@ -283,23 +259,23 @@ def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
     """A line of the results for one row."""
     tried = candidates(row, arch)[: 2 if clock.tiny else None]
     fit = tried if clock.tiny else fitting(tried, arch, jobs)
-    line: dict[str, Any] = {
-        "operator": row.operator,
-        "arch": arch,
-        "key": dict(row.key),
-        "frozen": dict(row.numbers),
-        "tried": len(tried),
-        "fit": len(fit),
-    }
     best, ms, frozen_ms = fastest(row, fit, clock)
-    line |= {"numbers": dict(best.numbers), "ms": ms, "frozen_ms": frozen_ms}
     with using(best):
         fault = cases.wrong(cases.case(row, clock.device, True))
     facts: dict[str, Any] = {}
     if best is not row and not fault and not clock.tiny:
         ((facts, faults),) = gate([best], arch, jobs, whole=True)
         fault = "; ".join(faults)
-    return line | {
+    return {
+        "operator": row.operator,
+        "arch": arch,
+        "key": dict(row.key),
+        "frozen": dict(row.numbers),
+        "tried": len(tried),
+        "fit": len(fit),
+        "numbers": dict(best.numbers),
+        "ms": ms,
+        "frozen_ms": frozen_ms,
         "spills": facts.get("spilled", row.spills),
         "shared": facts.get("shared", row.shared),
         "fault": fault,
@@ -311,23 +287,13 @@ def taken(table: list[Row], lines: list[dict[str, Any]]) -> list[Row]:
     rows = {(row.operator, frozenset(row.key.items()), row.arch): row for row in table}
     for line in lines:
         place = line["operator"], frozenset(line["key"].items()), line["arch"]
-        if (
-            line["fault"]
-            or line["tiny"]
-            or (line["numbers"] == line["frozen"] and place not in rows)
-        ):
+        is_frozen = line["numbers"] == line["frozen"]
+        if line["fault"] or line["tiny"] or (is_frozen and place not in rows):
             continue
         shared = line["shared"] if line["operator"].split()[0] in OF_SHARED else 0
         measured = {name: line[name] for name in ("ms", "gpu", "torch", "triton", "date")}
-        rows[place] = Row(
-            line["operator"],
-            line["arch"],
-            line["key"],
-            line["numbers"],
-            line["spills"],
-            shared,
-            measured=measured,
-        )
+        given = [line[name] for name in ("operator", "arch", "key", "numbers", "spills")]
+        rows[place] = Row(*given, shared, measured=measured)
     return sorted(rows.values(), key=lambda row: (row.operator, row.arch))
 
 

@@ -178,9 +178,7 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
     if config.model.num_experts is not None:
         reasons = {
             "grouped-mm": _unable_grouped(config, dtype),
-            "triton": None
-            if dtype.itemsize == 8
-            else grouped_gemm.unsupported_reason(dtype.itemsize, arch),
+            "triton": grouped_gemm.unsupported_reason(dtype.itemsize, arch),
         }
         unable["grouped-gemm"] = {name: reason for name, reason in reasons.items() if reason}
     return unable
@@ -211,20 +209,15 @@ def _unable_attention(config: Config, arch: int, dtype: torch.dtype) -> dict[str
         unable["fa4"] = f"cannot compute {', '.join(needs)}"
     # Our kernels have limits by head dimension and architecture.
     given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}
-    if model.kv_channels is not None and (
-        reason := unsupported_heads(model.kv_channels, arch, dtype, **given)
-    ):
-        unable["triton"] = reason
-    elif (
-        not model.deterministic_mode
-        and model.kv_channels is not None
-        and (reason := unsupported_atomics(model.kv_channels, **given, arch=arch))
-    ):
-        unable["triton"] = f"--no-deterministic-mode with {reason}"
-    asked = model.attention_backend
-    if asked in CANDIDATES and (
-        reason := load_candidate(asked).unsupported_heads(model.kv_channels, **given)
-    ):
+    d, asked = model.kv_channels, model.attention_backend
+    if d is not None:
+        reason = unsupported_heads(d, arch, dtype, **given)
+        if not reason and not model.deterministic_mode:
+            reason = unsupported_atomics(d, **given, arch=arch)
+            reason = reason and f"--no-deterministic-mode with {reason}"
+        if reason:
+            unable["triton"] = reason
+    if asked in CANDIDATES and (reason := load_candidate(asked).unsupported_heads(d, **given)):
         unable[asked] = reason
     if reason := masked_by_positions(config):
         for name in (*CANDIDATES, "fa4"):

@@ -141,10 +141,8 @@ CAPPED = {"attn_logit_softcapping": 5.0, "deterministic_mode": False, "kv_channe
 # (beginning of the message, device, the run)
 REFUSED = [
     ("--attention-backend fa4: cannot compute --window-size", GPU, {"window_size": 8}),
-    ("--attention-backend fa4: cannot compute --reset-attention-mask", GPU, {"documents": True}),
     ("--attention-backend fa4: masks by positions", GPU, {"cp": "allgather"}),
     ("--attention-backend fa4: it needs a GPU; drop the flag", CPU, {}),
-    ("--attention-backend gluon: masks by positions, .* a2a", GPU, {"cp": "allgather"}),
     (
         "--attention-backend gluon: masks by positions, .* a2a",
         GPU,
@@ -168,7 +166,6 @@ REFUSED = [
         CAPPED,
     ),
     (f"--cp-comm-type p2p: {RING}", GPU, {"cp": "p2p", "attention_backend": "sdpa"}),
-    (rf"--cp-comm-type a2a\+p2p: {RING}", GPU, {"cp": "a2a+p2p", "attention_backend": "fa4"}),
     (
         ".*multiple of 8.*; give --cp-comm-type allgather or a2a$",
         GPU,
@@ -178,11 +175,6 @@ REFUSED = [
         "--adam-implementation apex: module amp_C is missing .*, or take torch-fused or torch$",
         CPU,
         ADAM,
-    ),
-    (
-        "--grad-norm-backend triton: it needs a GPU; drop the flag, or take torch$",
-        CPU,
-        {"optimizer": {"grad_norm_backend": "triton"}},
     ),
 ]
 
@@ -200,7 +192,6 @@ def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter, message, d
     [
         ("norm", "triton", CPU, BF16, "it needs a GPU; drop the flag, or take torch"),
         ("attention", "triton", GPU, torch.float64, "float64; drop the flag, .* sdpa or plain"),
-        ("norm", "apex", GPU, BF16, "module fused_layer_norm_cuda is missing .*; drop the flag,"),
     ],
 )
 def test_an_operator_is_refused(no_interpreter, operator, wanted, device, dtype, message):
@@ -208,7 +199,7 @@ def test_an_operator_is_refused(no_interpreter, operator, wanted, device, dtype,
         choose(operator, wanted, device, dtype)
 
 
-def test_apex_is_not_given_narrow_moments(monkeypatch):
+def test_apex_is_not_given_narrow_moments_nor_the_norm_of_float64(monkeypatch):
     won = {("adam", "apex", lang.HOPPER): WIN}
     monkeypatch.setattr(dispatch, "MEASURED", won)
     monkeypatch.setattr(apex, "missing", lambda feature: None)
@@ -219,6 +210,11 @@ def test_apex_is_not_given_narrow_moments(monkeypatch):
     message = "--adam-implementation apex: its moments are fp32, .*, or take torch-fused or torch$"
     with pytest.raises(ValueError, match=message):
         choose_kernels(run(**NARROW), GPU)
+    wide = run(optimizer={"grad_norm_backend": "apex"})
+    wide = dataclasses.replace(wide, precision=PrecisionConfig(fp64=True))
+    message = "--grad-norm-backend apex: it adds up in fp32; drop the flag, or take torch$"
+    with pytest.raises(ValueError, match=message):
+        choose_kernels(wide, GPU)
 
 
 def test_what_is_loaded_when_it_is_asked_for(tmp_path):
@@ -347,15 +343,6 @@ def test_the_gradient_norm_of_apex_is_called_as_it_defines_it(fake):
         pieces[1][3] = value
         assert sum_of_squares(pieces, CPU, "apex").isfinite() == finite
     assert float(sum_of_squares([], CPU, "apex")) == 0
-
-
-def test_apex_is_not_given_the_norm_of_float64(monkeypatch):
-    monkeypatch.setattr(apex, "missing", lambda feature: None)
-    config = run(optimizer={"grad_norm_backend": "apex"})
-    wide = dataclasses.replace(config, precision=PrecisionConfig(fp64=True))
-    message = "--grad-norm-backend apex: it adds up in fp32; drop the flag, or take torch$"
-    with pytest.raises(ValueError, match=message):
-        choose_kernels(wide, GPU)
 
 
 def test_the_banner_groups_operators_by_reason(monkeypatch):
