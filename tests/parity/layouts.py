@@ -396,17 +396,13 @@ llama: tp2 sp dp2 mapping, pp4 1f1b auto, pp2 gpipe dp2 zero3, pp2 interleaved v
 gqa2-qknorm: pp2 1f1b, dp2 zero1, dp2 serial zero3, dp2 zero3 kept, tp4, tp2 sp dp2 mapping
 gqa2-qknorm: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v, tp2 sp dp2 zero2
 gqa4-qkvbias: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
-gqa4-qkvbias: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v, tp8
 padding: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
-padding: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
 documents-rope: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
-documents-rope: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
 caps-zloss: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
 caps-zloss: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
 fused-head: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
 fused-head: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
 sgd: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
-sgd: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
 layer-kinds: dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
 layer-kinds: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
 fp32 gqa2-qknorm: tp2 sp, tp4

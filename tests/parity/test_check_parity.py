@@ -9,7 +9,7 @@ from mutation import ROOT
 from parity.mutants import MUTANTS
 
 sys.path.insert(0, str(ROOT / "tools"))
-from check_parity import main, read_layout, shortened  # noqa: E402
+from check_parity import main, shortened  # noqa: E402
 
 from megatron.config.arguments import parse_arguments  # noqa: E402
 
@@ -70,25 +70,6 @@ WORDS = (
 def test_mistakes_are_named_before_anything_runs(given, message, capsys):
     assert main(given) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "layout, ranks, flags, sizes",
-    [
-        ("tp2 sp dp4", 8, "2 1 1 --sequence-parallel", (2, 1, 4, 1)),
-        (
-            "pp2 interleaved v3 dp2",
-            4,
-            "1 1 2 --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule interleaved",
-            (1, 1, 2, 2),
-        ),
-    ],
-)
-def test_layouts_are_words(layout, ranks, flags, sizes):
-    tp, cp, pp, *rest = flags.split()
-    parallel = f"--tensor-model-parallel-size {tp} --context-parallel-size {cp} "
-    parallel += f"--pipeline-model-parallel-size {pp}"
-    assert read_layout(layout) == (ranks, (*parallel.split(), *rest), *sizes)
 
 
 def test_the_batch_does_not_follow_the_layout():

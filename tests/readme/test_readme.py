@@ -106,42 +106,6 @@ def test_the_readme_is_short():
     assert not [line for line in lines if len(marks.sub("", line)) > 100]
 
 
-def examples() -> list[str]:
-    """The commands of the ```text blocks, which need GPUs."""
-    blocks = re.findall(r"^```text\n(.*?)^```", README, re.S | re.M)
-    return [block.replace("\\\n", " ") for block in blocks]
-
-
-def dry_run(model: str, given: str, ranks: int, folder: Path, environment: dict[str, str]) -> str:
-    """A preset and flags that are valid, on computed tokens, since the data is the reader's."""
-    ours = re.sub(r"--(data-path|tokenizer-type|tokenizer-model) +\S+", "", given)
-    flags = f'"${{model[@]}}" "${{fits[@]}}" {ours} --mock-data --vocab-size 128255'
-    prepare = f"source scripts/presets.sh && preset {model}"
-    return output_of(
-        f"{prepare} && python pretrain_gpt.py {flags} --dry-run --world-size {ranks}",
-        folder,
-        environment,
-    )
-
-
-@pytest.mark.full
-def test_the_commands_for_gpus_are_valid(clone: Path, environment: dict[str, str]):
-    node, slurm = examples()
-    found = re.search(
-        r"preset (\S+) && torchrun --nproc-per-node 8 pretrain_gpt.py +\"\S+\" +\"\S+\" (.*)",
-        node,
-        re.S,
-    )
-    assert "tp4 cp1 pp1 dp2" in dry_run(found[1], found[2].strip(), 8, clone, environment)
-    found = re.search(
-        r'PRESET=(\S+) SAVE=\S+ TOKENS=\S+ DATA="(.*?)" +sbatch --nodes=16 scripts/train.sbatch',
-        slurm,
-        re.S,
-    )
-    given = " ".join(found[2].split()) + " --train-samples 1000000"
-    assert "tp8 cp1 pp4 dp4" in dry_run(found[1], given, 128, clone, environment)
-
-
 PATHS = r"`([\w.\-/]+(?:/|\.(?:py|sh|sbatch|md|toml|txt|json)))`"
 
 

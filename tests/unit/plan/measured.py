@@ -1,5 +1,6 @@
 """The plan against bytes that really live while a run trains: `python tests/unit/plan/measured.py`
-writes docs/results/plan_memory.json, or with names of cases their rows in it.
+writes docs/results/plan_memory.json, with `--long` docs/results/long_steps.json, or with names of
+cases their rows in it.
 """
 
 from __future__ import annotations
@@ -45,11 +46,15 @@ def flags_of(words: str) -> str:
     return words
 
 
-# name: ranks, micro-batches, flags
-CASES: dict[str, tuple[int, int, str]] = {
-    name: (ranks, micro_batches, flags_of(words))
-    for name, (ranks, micro_batches, words) in TABLE["cases"].items()
+# of each file of results: name of a case: ranks, micro-batches, flags
+TABLES: dict[str, dict[str, tuple[int, int, str]]] = {
+    results: {
+        name: (ranks, micro_batches, flags_of(words))
+        for name, (ranks, micro_batches, words) in TABLE[table].items()
+    }
+    for results, table in (("plan_memory", "cases"), ("long_steps", "long_cases"))
 }
+CASES = TABLES["plan_memory"] | TABLES["long_steps"]
 
 
 def command(name: str) -> tuple[str, ...]:
@@ -116,24 +121,21 @@ def compare_flags(flags: tuple[str, ...], ranks: int, worlds: Worlds) -> list[di
     return [rows[rank] for rank in sorted(rows)]
 
 
-def write(name: str, rows: list[dict]) -> None:
-    """Keep rows in docs/results/NAME.json."""
+def main(words: list[str]) -> None:
+    """Measure the named cases, or all, and write them down."""
+    results = "long_steps" if "--long" in words else "plan_memory"
+    names = [word for word in words if word != "--long"]
+    path, order = TESTS.parent / "docs/results" / f"{results}.json", list(TABLES[results])
     report = {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "rows": rows,
+        "rows": [],
     }
-    path = TESTS.parent / "docs/results" / f"{name}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def main(names: list[str]) -> None:
-    """Measure the named cases, or all, and write them down."""
-    path = TESTS.parent / "docs/results/plan_memory.json"
-    kept = json.loads(path.read_text()) if names else {"rows": []}
-    worlds, rows = Worlds(), [row for row in kept["rows"] if row["case"] not in names]
-    for name in names or CASES:
+    if names:  # dated as the others
+        report = json.loads(path.read_text())
+    worlds, rows = Worlds(), [row for row in report["rows"] if row["case"] not in names]
+    for name in names or order:
         for row in compare(name, worlds):
             rows.append(row)
             print(f"{row['ratio']:.4f}  {name}, pipeline rank {row['pipeline_rank']}", flush=True)
@@ -144,12 +146,8 @@ def main(names: list[str]) -> None:
                     flush=True,
                 )
     worlds.close()
-    order = list(CASES)
     rows.sort(key=lambda row: order.index(row["case"]))
-    if names:  # dated as the others
-        path.write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
-    else:
-        write("plan_memory", rows)
+    path.write_text(json.dumps(report | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

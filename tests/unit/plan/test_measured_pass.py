@@ -9,9 +9,8 @@ import pytest
 from megatron.tools._plan.activations import HEAD, Shape, layer_stage
 from megatron.tools._plan.layer_run import LayerRun
 from megatron.tools._plan.measured_pass import Between, MeasuredPass
-from test_expert_steps import TP2, VOCABULARY, asked
+from step_models import EXPERTS, TP2, VOCABULARY, resolved
 
-from megatron.config.validate import resolve
 from megatron.model.recompute import NO_RECOMPUTE, WHOLE, LayerRecompute, choice_of
 from megatron.model.stages import Stage
 
@@ -28,7 +27,7 @@ EP, SAMPLES = "--expert-model-parallel-size", "--micro-batch-size"
 
 def passes(flags: str, index: int, choice: LayerRecompute) -> list[MeasuredPass]:
     """Those of a layer, or of the head where `index` is -1."""
-    shape = Shape(resolve(asked(flags), 8, VOCABULARY).config, VOCABULARY)
+    shape = Shape(resolved(EXPERTS + flags), VOCABULARY)
     stage: Stage = HEAD if index < 0 else layer_stage(shape, index)
     return LayerRun(*shape.unit(stage)[:4]).passes(choice)
 

@@ -1,0 +1,179 @@
+"""The search for layouts, advice about one, and what the tool prints of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.search import (
+    NEAR,
+    RECOMPUTE,
+    RECOMPUTE_EXPERTS,
+    Search,
+    explain,
+    layouts,
+)
+from megatron.tools._plan.step_table import estimate, explain_report, search_report
+from megatron.tools._plan.tuning import tuning_lines
+from megatron.tools._plan.verdict import RESERVE
+from step_models import DENSE, EXPERTS, GATHER, H100, TOKENS, VOCABULARY, asked, resolved, step
+
+from megatron.config.errors import UserError
+from tools.plan import run
+
+EP = "--expert-model-parallel-size"
+
+
+def test_a_search_ranks_what_fits():
+    small = dataclasses.replace(H100, memory_gib=14.0)
+    found = Search(asked(DENSE), VOCABULARY, 8, small).run()
+    best = [each.seconds for each in found.best]
+    assert best == sorted(best) and all(each.fits == "fits" for each in found.best)
+    assert found.larger and all(each.seconds <= best[0] for each in found.larger)
+    assert all(each.peak_gib <= NEAR * 14.0 for each in found.larger)
+    report = search_report(found, small)
+    assert any("slower" in line for line in report) and "--micro-batch-size" in report[1]
+
+
+def test_a_search_needs_no_layout_that_divides_the_batch():
+    """64 samples a step of 128 GPUs: with the sizes that the flags have by default, no layout."""
+    flags = DENSE.replace("--micro-batch-size 1 ", "") + "--world-size 128"
+    lines = run("search", [*flags.split()])
+    assert "--micro-batch-size" in lines[1]
+    with pytest.raises(UserError, match="128: no layout can run --global-batch-size 65"):
+        run("search", [*flags.replace("size 64", "size 65").split()])
+    with pytest.raises(UserError, match="--num-layers is required"):
+        run("search", [*flags.replace("--num-layers 8 ", "").split()])
+    with pytest.raises(UserError, match="--num-attention-heads 7") as raised:
+        run("search", [*flags.replace("128", "8").split(), "--num-attention-heads", "7"])
+    assert "batch" not in str(raised.value)
+
+
+def changes_of(flags: str, world: int) -> list[dict]:
+    """The layouts that a search of a run tries."""
+    return list(layouts(resolved(flags, world), VOCABULARY, world, 8))
+
+
+@pytest.mark.parametrize(
+    "flags, tried",
+    [
+        (
+            f"{DENSE} --seq-length 32768 --num-layers 9",
+            {
+                "cp_comm_type": {None, "allgather", "a2a", "p2p", "a2a+p2p"},
+                "pipeline_model_parallel_layout": {None, "auto"},
+            },
+        ),
+        (
+            EXPERTS,
+            {
+                "expert_model_parallel_size": {1, 2, 4, 8, 16},
+                "expert_tensor_parallel_size": {None, 1, 2, 4, 8},
+                "moe_token_dispatcher_type": {"alltoall", "allgather"},
+            },
+        ),
+    ],
+    ids=["dense", "experts"],
+)
+def test_what_a_search_varies(flags, tried):
+    found = {name: {None} if None in values else set() for name, values in tried.items()}
+    for change in changes_of(flags, 16):
+        for (_, name), value in change.items():
+            if name in found:
+                found[name].add(value)
+    assert found == tried
+    fractions = {rung.get(("training", "activation_offload_fraction")) for rung in RECOMPUTE}
+    assert fractions == {None, 0.5}
+
+
+def test_flags_of_a_search_are_the_run():
+    """What is to be pasted gives the layout that was timed, at each level of recomputation."""
+    search = Search(asked(EXPERTS), VOCABULARY, 4, H100)
+    changes = changes_of(EXPERTS, 4)
+    tried = set()
+    for number, change in enumerate(changes[:: len(changes) // 20]):
+        level = number % len(RECOMPUTE_EXPERTS)
+        each = search.candidate(change, level)
+        if each is not None:
+            search.simulate(each)
+            pasted = step(f"{EXPERTS} {each.flags}", 4)
+            assert pasted.time(H100).seconds == pytest.approx(each.seconds), each.flags
+            tried.add(level)
+    assert len(tried) > 3
+
+
+@pytest.mark.parametrize(
+    "flags, world, count",
+    [
+        pytest.param(f"{DENSE} --global-batch-size 32", 8, 24, marks=pytest.mark.full),
+        (f"{EXPERTS} --global-batch-size 16", 4, 5),
+    ],
+    ids=["dense", "experts"],
+)
+def test_a_bound_is_below_what_is_simulated_and_planned(flags, world, count):
+    """The search leaves out nothing by its bounds of time and memory."""
+    search, changes = Search(asked(flags), VOCABULARY, world, H100), changes_of(flags, world)
+    gathers = next(each for each in changes if each["distributed", "zero_stage"] == 3)
+    tried = 0
+    for change in [*changes[:: len(changes) // count], gathers]:
+        each = search.candidate(change)
+        if each is None:
+            continue
+        bound, least = each.seconds, search.least_gib(each)
+        search.simulate(each)
+        search.plan(each)
+        assert bound <= each.seconds * (1 + 1e-9) and 0 < least <= each.peak_gib, each.flags
+        memory = each.peak_gib + RESERVE + 0.001
+        search.hardware = dataclasses.replace(H100, memory_gib=memory)
+        assert not search.is_too_large(each), each.flags
+        search.hardware = H100
+        tried += 1
+    assert tried >= count / 2
+
+
+# ---- advice
+
+
+def advice(flags: str, world: int) -> str:
+    """Lines about a run with experts."""
+    plan = MemoryPlan(resolved(f"{EXPERTS} {flags}", world), VOCABULARY, world)
+    return "\n".join(tuning_lines(plan, estimate(plan, H100)))
+
+
+def test_advice_about_experts():
+    balanced = "--moe-aux-loss-coeff 1e-2 --zero-stage 1"
+    text = advice(f"{EP} 32 --zero-stage 1", 64)
+    assert f"{EP} 32 spans nodes of 8 GPUs" in text
+    assert f"{EP} 8 makes it" in text and "GiB" in text
+    assert "nothing balances the experts' tokens" in text
+    text = advice(f"{balanced} {GATHER} {EP} 8", 8)
+    assert "--moe-token-dispatcher-type alltoall makes it" in text
+    assert "nothing balances" not in text and "spans nodes" not in text
+    pairs = "--overlap-moe-expert-parallel-comm"
+    assert f"{pairs} makes it" in advice(f"{balanced} {EP} 16", 16)
+    assert "while tokens travel" not in advice(f"{balanced} {EP} 16 {pairs}", 16)
+
+
+def test_explain_report_says_gains_and_losses():
+    config = resolved(DENSE)
+    found = estimate(MemoryPlan(config, VOCABULARY, 8), H100)
+    tried = explain(Search(asked(DENSE), VOCABULARY, 8, H100), config)
+    assert [each.seconds for each in tried] == sorted(each.seconds for each in tried)
+    lines = explain_report(found, tried)
+    assert len(lines) > 3 and all(math.isfinite(float(line.split("%")[0])) for line in lines[1:])
+
+
+def test_the_tool_prints_a_step_as_text_and_as_json():
+    flags = [*DENSE.split(), "--world-size", "8", "--hardware", "h100"]
+    text = run("step", [*flags, "--gpu-hour-price", "2"])
+    assert "a step of 262,144 tokens takes" in text[0] and "dollars at 2 each" in text[-2]
+    found = json.loads(run("step", [*flags, "--json"])[0])
+    assert found["low_s"] < found["high_s"] and found["fits"] == "fits"
+    assert found["step_s"] == pytest.approx(64 * TOKENS / found["tokens_per_s_per_gpu"] / 8)
+    with pytest.raises(UserError, match="--world-size is missing"):
+        run("step", DENSE.split())
+    with pytest.raises(UserError, match="--gpu-hour-price none: expected a number"):
+        run("step", [*flags, "--gpu-hour-price", "none"])
