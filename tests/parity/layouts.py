@@ -279,17 +279,13 @@ class Row:
         """What its feature is."""
         return FEATURES[self.feature]
 
-    @property
+    @functools.cached_property
     def words(self) -> Words:
         """The layout, read."""
         words = self.layout.split()
         read = read_layout(" ".join(word for word in words if word not in SPLITS))
-        return read._replace(
-            flags=(
-                *read.flags,
-                *(flag for word in words if word in SPLITS for flag in SPLITS[word][0].split()),
-            )
-        )
+        split = " ".join(SPLITS[word][0] for word in words if word in SPLITS)
+        return read._replace(flags=(*read.flags, *split.split()))
 
     @property
     def world(self) -> int:
@@ -308,15 +304,14 @@ class Row:
         words = self.layout.split()
         if self.words.pp == 1:
             return last_number([*BASE, *self.of.flags.split()], "--num-layers")
-        stages = self.words.pp * (
-            int(words[words.index("interleaved") + 1][1:])
-            if "interleaved" in words
-            else 1 + ("zero-bubble-v" in words)
-        )
-        return next(
-            (SPLITS[word][1] for word in words if word in SPLITS),
-            stages - 2 if "auto" in words else max(4, stages),
-        )
+        for word in words:
+            if word in SPLITS:
+                return SPLITS[word][1]
+        virtual = 1 + ("zero-bubble-v" in words)
+        if "interleaved" in words:
+            virtual = int(words[words.index("interleaved") + 1][1:])
+        stages = self.words.pp * virtual
+        return stages - 2 if "auto" in words else max(4, stages)
 
     @property
     def patches(self) -> tuple[str, ...]:
@@ -335,32 +330,34 @@ class Row:
         """The command line, of the layout or of one process, in the row's precision or (`exact`)
         the same run in fp64.
         """
-        feature, words = self.of, self.words
         # the bound of `narrow` holds over 7 or more steps
         steps = self.steps if self.precision == "fp64" else 8
-        own = f"--train-iters {steps} {feature.flags} {PRECISIONS[self.precision]}".split()
+        precision = PRECISIONS[self.precision]
         if exact:  # the row's optimizer, nothing narrow
-            own = f"--train-iters {steps} {feature.flags} {SGD} --fp64 --nan-policy skip".split()
-        # two micro-batches a step where the ranks leave as many samples
-        micro_batch = max(1, GLOBAL_BATCH // (2 * (words.dp if layout else 1)))
-        # eight micro-batches, or four; the same in one process, or the rounding of other sums grows
-        if words.pp > 1:
+            precision = f"{SGD} --fp64 --nan-policy skip"
+        own = f"--train-iters {steps} {self.of.flags} {precision}".split()
+        if self.words.pp > 1:
             own += ["--num-layers", str(self.layers)]
-            micro_batch = 2 if words.tp > 1 == words.dp else 1
-        if layout and "paired" in self.layout.split():
-            micro_batch = 1  # several pairs
-        micro_batch = feature.micro_batch or micro_batch
+        if self.of.micro_batches:
+            own += ["--global-batch-size", str(self.of.micro_batches)]
+        own += ["--micro-batch-size", str(self.micro_batch(layout))]
         if layout:
-            own += feature.extra.split()
-        if feature.micro_batches:
-            own += ["--global-batch-size", str(feature.micro_batches)]
-        return (
-            *BASE,
-            *own,
-            "--micro-batch-size",
-            str(micro_batch),
-            *(words.flags if layout else ()),
-        )
+            own += [*self.of.extra.split(), *self.words.flags]
+        return *BASE, *own
+
+    def micro_batch(self, layout: bool) -> int:
+        """Samples of one, in the layout or in one process."""
+        words = self.words
+        if self.of.micro_batch:
+            return self.of.micro_batch
+        if layout and "paired" in self.layout.split():
+            return 1  # several pairs
+        if words.pp > 1:
+            # eight micro-batches, or four; as many in one process, or the rounding of other sums
+            # grows
+            return 2 if words.tp > 1 == words.dp else 1
+        # two micro-batches a step where the ranks leave as many samples
+        return max(1, GLOBAL_BATCH // (2 * (words.dp if layout else 1)))
 
 
 # Every feature with layouts that show each axis, schedule and ZeRO stage with it; then those of

@@ -1,5 +1,5 @@
-"""Commands of pretrain_gpt.py in the README and on the pages of docs/: their flags are read and resolved, on computed
-tokens, since data and tokenizers are the reader's.
+"""Commands of pretrain_gpt.py in the README and on the pages of docs/: their flags are read and
+resolved, on computed tokens, since data and tokenizers are the reader's.
 """
 
 from __future__ import annotations
