@@ -65,8 +65,7 @@ from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.distributed.setup import set_determinism
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.build import build_model, hidden_shape
-from megatron.observe.events import EventLog
-from megatron.observe.metrics import Timers
+from megatron.observe.events import EventLog, Timers
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.lr_schedule import ParamSchedule, StepRates
 from megatron.optimizer.optimizer import Optimizer

@@ -31,9 +31,11 @@ def main() -> int:
             raise Ended
         return forward_backward(run, batch)
 
-    def on_finish_step(run, pending, interval):
-        finish_step(run, pending, interval)
-        turns.note(interval.last.loss)
+    def on_finish_step(run, interval):
+        is_pending = interval.pending is not None
+        finish_step(run, interval)
+        if is_pending:
+            turns.note(interval.last.loss)
 
     update = turns.timed("optimizer", step.update)
     with (

@@ -62,9 +62,11 @@ class Watched:
         self.turns.begin_update()
         return self.update(*arguments, **settings)
 
-    def on_finish_step(self, run, pending, interval):
-        self.finish_step(run, pending, interval)
-        self.turns.note(interval.last.loss)
+    def on_finish_step(self, run, interval):
+        is_pending = interval.pending is not None
+        self.finish_step(run, interval)
+        if is_pending:
+            self.turns.note(interval.last.loss)
 
 
 def main() -> int:

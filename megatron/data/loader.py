@@ -159,20 +159,18 @@ class MockReader:
     seq_length: int
     vocab_size: int
     eod: int
-    seed: int
-    split: str
+    key: np.uint64  # of the seed and the split
 
     def windows(self, sample: np.ndarray) -> np.ndarray:
-        key = key_of("mock", self.seed, self.split)
         position = sample[:, None] * self.seq_length + np.arange(self.seq_length + 1)
         document, inside = np.divmod(position, MOCK_DOCUMENT)
-        drawn = mix(key + mix(document.astype(np.uint64)))
+        drawn = mix(self.key + mix(document.astype(np.uint64)))
         share = (drawn >> np.uint64(11)).astype(np.float64) / 2.0**53  # uniform in [0, 1)
         ordinary = max(self.vocab_size - 1, 1)
         token = (ordinary * share**3).astype(np.int64) + inside * (
             1 + (drawn % np.uint64(3)).astype(np.int64)
         )
-        noise = mix(mix(key) + position.astype(np.uint64))
+        noise = mix(mix(self.key) + position.astype(np.uint64))
         token = (
             np.where(noise % np.uint64(20) == 0, (noise >> np.uint64(20)).astype(np.int64), token)
             % ordinary
@@ -476,8 +474,9 @@ def _flags(config: Config) -> JsonObject:
 
 def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:
     def source(name: str, seed: int) -> Source:
-        reader = MockReader(config.data.seq_length, tokenizer.vocab_size, tokenizer.eod, seed, name)
-        return Source(name, reader, eod=tokenizer.eod, **_flags(config))
+        key, eod = key_of("mock", seed, name), tokenizer.eod
+        reader = MockReader(config.data.seq_length, tokenizer.vocab_size, eod, key)
+        return Source(name, reader, eod=eod, **_flags(config))
 
     if tokenizer.vocab_size < 2:
         raise DataError(f"--mock-data needs a vocabulary of at least 2, got {tokenizer.vocab_size}")

@@ -1,7 +1,7 @@
 """The arithmetic of a model and a run, without building either: parameters, FLOPs, vocabulary
-padding, peaks, batch sizes.
+padding, peaks.
 
-`ModelConfig` and `Config` are resolved ones (no None among the sizes). h hidden, f ffn width, q and
+`ModelConfig` is a resolved one (no None among the sizes). h hidden, f ffn width, q and
 k total width of the query and of the key heads, V vocabulary.
 """
 
@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
-from megatron.config.batch_schedule import batch_steps
 from megatron.config.derive import ExpertRanks
-from megatron.config.groups import Config, ModelConfig
+from megatron.config.groups import ModelConfig
 from megatron.model.layer import (
     distinct_layers,
     layer_parameters,
@@ -184,51 +181,3 @@ def peak_tflops(device_name: str, dtype: Any) -> float | None:
         if re.search(pattern, device_name):
             return {"bfloat16": half, "float16": half, "float32": single}.get(precision)
     return None
-
-
-def global_batch_size_at(consumed: int, config: Config) -> int:
-    """Samples of the step that starts after `consumed` samples, see batch_steps."""
-    steps = batch_steps(config.training, config.data.seq_length)
-    return steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1]
-
-
-def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | None]]:
-    """(samples before, batch size, steps of that size or None: all others), from `consumed` on."""
-    steps = batch_steps(config.training, config.data.seq_length)
-    index = bisect_right(steps, consumed, key=itemgetter(0))
-    while index < len(steps):
-        size = steps[index - 1][1]
-        count = -(-(steps[index][0] - consumed) // size)
-        yield consumed, size, count
-        consumed += count * size
-        index = bisect_right(steps, consumed, key=itemgetter(0))
-    yield consumed, steps[-1][1], None
-
-
-def iterations_for(samples: int, config: Config, consumed: int = 0) -> int:
-    """Steps that bring a run from `consumed` to at least `samples` samples."""
-    iterations = 0
-    for before, size, steps in _stages(config, consumed):
-        # full steps of this batch size; the last may consume more than is asked for
-        needed = -(-max(samples - before, 0) // size)
-        if steps is None or needed <= steps:
-            return iterations + needed
-        iterations += steps
-    raise AssertionError("the last stage has no end")
-
-
-def samples_after(iterations: int, config: Config) -> int:
-    """Samples consumed by the first `iterations` steps of a run, through all batch sizes."""
-    for before, size, steps in _stages(config, 0):
-        if steps is None or iterations <= steps:
-            return before + iterations * size
-        iterations -= steps
-    raise AssertionError("the last stage has no end")
-
-
-def finished(config: Config, iteration: int, consumed_samples: int) -> bool:
-    """Whether a run with these counts has reached --train-iters or --train-samples."""
-    # Only one of the two flags can be given.
-    if config.training.train_iters is not None:
-        return iteration >= config.training.train_iters
-    return consumed_samples >= config.training.train_samples

@@ -1,5 +1,5 @@
-"""Writes events.jsonl: what a run spent its time on, over all its starts. tools/goodput.py adds it
-up; docs/logging.md lists the events.
+"""What a run spends its time on: its timers, and events.jsonl over all its starts, which
+tools/goodput.py adds up; docs/logging.md lists the events.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.observe.json_lines import JsonLines
-from megatron.observe.metrics import Metrics, Timers
+from megatron.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,51 @@ def process_age() -> float:
     except (OSError, ValueError, IndexError):
         return time.perf_counter() - IMPORTED
     return max(0.0, up - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+class Timers:
+    """Named wall-clock timers: `with timers("data"): ...`, then `timers.take()` at each log step.
+
+    They never synchronize the device: on a GPU a timer measures its code on the host, and queued
+    work counts where the host waits next, at the latest at the end of a log interval.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        in_trace: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """`in_trace`: makes the range of a timer's block in traces."""
+        self._clock, self._in_trace = clock, in_trace
+        self._seconds: Metrics = {}
+        self._taken: Metrics = {}  # of all intervals before
+        self._inside = 0.0  # seconds of the timers that ran inside the present one
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the wall time of the block to timer `name`, without that of nested timers."""
+        start = self._clock()
+        outer = self._inside
+        self._inside = 0.0
+        try:
+            with self._in_trace(name):
+                yield
+        finally:
+            seconds = self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds - self._inside
+            self._inside = outer + seconds
+
+    def take(self) -> Metrics:
+        """Seconds of each timer since the last call, and reset."""
+        seconds = self._seconds
+        for name, value in seconds.items():
+            self._taken[name] = self._taken.get(name, 0.0) + value
+        self._seconds = {}
+        return seconds
+
+    def total(self, name: str) -> float:
+        """Seconds of a timer since it was made."""
+        return self._taken.get(name, 0.0) + self._seconds.get(name, 0.0)
 
 
 class EventLog:

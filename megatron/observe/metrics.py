@@ -1,16 +1,12 @@
 """Arithmetic of metrics, whose names are the same in the console line, metrics.jsonl, TensorBoard
-and wandb; and timers. Nothing here waits for a GPU.
+and wandb. Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -155,51 +151,6 @@ def memory_metrics(device: torch.device) -> Metrics:
         "mem-allocated-bytes": kib["VmRSS"] * 1024,
         "mem-max-allocated-bytes": kib["VmHWM"] * 1024,
     }
-
-
-class Timers:
-    """Named wall-clock timers: `with timers("data"): ...`, then `timers.take()` at each log step.
-
-    They never synchronize the device: on a GPU a timer measures its code on the host, and queued
-    work counts where the host waits next, at the latest at the end of a log interval.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        in_trace: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        """`in_trace`: makes the range of a timer's block in traces."""
-        self._clock, self._in_trace = clock, in_trace
-        self._seconds: Metrics = {}
-        self._taken: Metrics = {}  # of all intervals before
-        self._inside = 0.0  # seconds of the timers that ran inside the present one
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Add the wall time of the block to timer `name`, without that of nested timers."""
-        start = self._clock()
-        outer = self._inside
-        self._inside = 0.0
-        try:
-            with self._in_trace(name):
-                yield
-        finally:
-            seconds = self._clock() - start
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds - self._inside
-            self._inside = outer + seconds
-
-    def take(self) -> Metrics:
-        """Seconds of each timer since the last call, and reset."""
-        seconds = self._seconds
-        for name, value in seconds.items():
-            self._taken[name] = self._taken.get(name, 0.0) + value
-        self._seconds = {}
-        return seconds
-
-    def total(self, name: str) -> float:
-        """Seconds of a timer since it was made."""
-        return self._taken.get(name, 0.0) + self._seconds.get(name, 0.0)
 
 
 def timer_metrics(

@@ -1,4 +1,4 @@
-"""Learning rates and weight decay as pure functions of samples.
+"""Batch sizes, learning rates and weight decay as pure functions of samples.
 
 Iteration i uses the value at the samples consumed *including* it, so the printed rate is the one
 used and the first step is not wasted at a rate of zero; a skipped step does not advance `samples`.
@@ -9,13 +9,14 @@ training/step.py, once a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+from megatron.config.batch_schedule import batch_steps
 from megatron.config.groups import FINAL_DECAYS, LR_DECAYS, WEIGHT_DECAY_CHANGES, Config
-from megatron.model.arithmetic import samples_after
-from megatron.model.spec import Multipliers
 
 
 class StepRates(NamedTuple):
@@ -24,10 +25,6 @@ class StepRates(NamedTuple):
     base: float
     decoupled: float  # of tensors that declare `decoupled_lr`; without --decoupled-lr the base
     weight_decay: float
-
-    def of(self, multipliers: Multipliers) -> float:
-        """The rate of a tensor that declares these."""
-        return (self.decoupled if multipliers.decoupled_lr else self.base) * multipliers.lr
 
 
 @dataclass(frozen=True)
@@ -190,3 +187,54 @@ def check_tables() -> None:
 
 
 check_tables()
+
+
+# ---------------------------------------------------------------- batch sizes
+
+
+def global_batch_size_at(consumed: int, config: Config) -> int:
+    """Samples of the step that starts after `consumed` samples, see batch_steps."""
+    steps = batch_steps(config.training, config.data.seq_length)
+    return steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1]
+
+
+def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | None]]:
+    """(samples before, batch size, steps of that size or None: all others), from `consumed` on."""
+    steps = batch_steps(config.training, config.data.seq_length)
+    index = bisect_right(steps, consumed, key=itemgetter(0))
+    while index < len(steps):
+        size = steps[index - 1][1]
+        count = -(-(steps[index][0] - consumed) // size)
+        yield consumed, size, count
+        consumed += count * size
+        index = bisect_right(steps, consumed, key=itemgetter(0))
+    yield consumed, steps[-1][1], None
+
+
+def iterations_for(samples: int, config: Config, consumed: int = 0) -> int:
+    """Steps that bring a run from `consumed` to at least `samples` samples."""
+    iterations = 0
+    for before, size, steps in _stages(config, consumed):
+        # full steps of this batch size; the last may consume more than is asked for
+        needed = -(-max(samples - before, 0) // size)
+        if steps is None or needed <= steps:
+            return iterations + needed
+        iterations += steps
+    raise AssertionError("the last stage has no end")
+
+
+def samples_after(iterations: int, config: Config) -> int:
+    """Samples consumed by the first `iterations` steps of a run, through all batch sizes."""
+    for before, size, steps in _stages(config, 0):
+        if steps is None or iterations <= steps:
+            return before + iterations * size
+        iterations -= steps
+    raise AssertionError("the last stage has no end")
+
+
+def finished(config: Config, iteration: int, consumed_samples: int) -> bool:
+    """Whether a run with these counts has reached --train-iters or --train-samples."""
+    # Only one of the two flags can be given.
+    if config.training.train_iters is not None:
+        return iteration >= config.training.train_iters
+    return consumed_samples >= config.training.train_samples

@@ -25,6 +25,7 @@ from megatron.optimizer.update import UpdateRule
 from megatron.parallel.blocks import Block, BufferEntry, Segment
 
 MOMENTUM = "exp_avg"  # the state that holds it
+MatrixPart = tuple[Box, Tensor, Tensor, Tensor]  # and its momentum, weights and gradients
 
 
 class MatrixRule(Protocol):
@@ -71,9 +72,9 @@ def other_segments(block: Block) -> list[Segment]:
 
 def _own_parts(
     block: Block, momentum: Tensor, master: Tensor, grad: Tensor
-) -> dict[str, list[tuple[Box, Tensor, Tensor, Tensor]]]:
+) -> dict[str, list[MatrixPart]]:
     """What this rank updates of each matrix: parts, and their momentum, weights and gradients."""
-    own: dict[str, list[tuple[Box, Tensor, Tensor, Tensor]]] = defaultdict(list)
+    own: dict[str, list[MatrixPart]] = defaultdict(list)
     for (part, kept), (_, weight), (_, gradient) in zip(
         block.boxes(momentum), block.boxes(master), block.boxes(grad), strict=True
     ):
@@ -123,35 +124,46 @@ def step_matrices(
     """
     master = tensors["master"]
     own = _own_parts(block, tensors[MOMENTUM], master, block.grad_shard)
-    coefficient = numbers.coefficient
+    rates = numbers.rates
     for entry in block.entries:
         if not of_matrices(entry):
             continue
         ranges = block.layout.ranges
         multipliers = next(each for stop, each in ranges if entry.start < stop)
+        lr = rates.decoupled if multipliers.decoupled_lr else rates.base
         for box in entry.boxes:
-            # 1. The momentum is updated on the slices, and each rank writes its parts into a matrix
-            # of zeros.
             whole = torch.zeros(box.shape, dtype=master.dtype, device=master.device)
-            for part, kept, _, gradient in own[box.name]:
-                kept.mul_(rule.momentum).add_(gradient.to(coefficient.dtype) * coefficient)
-                # Of ranks that hold the same part one alone adds it.
-                if holders(box, groups).rank == 0:
-                    whole[_range(part)] = kept.reshape(part.extent)
-            # 2. The sum over all ranks that hold parts is the whole matrix: over those that share
-            # the block, then over tensor-parallel ranks, unless each has all of it.
-            if block.zero_stage > 0:
-                all_reduce(whole, block.groups.shard)
-            if box.replicated != "tp":
-                all_reduce(whole, groups.tp)
-            # 3. Every rank computes the direction of the whole matrix, and takes its parts of it.
+            _sum_momentum(rule, block, groups, box, own[box.name], numbers.coefficient, whole)
+            # Every rank computes the direction of the whole matrix, and takes its parts of it.
             direction = rule.direction(whole)
             for part, _, weight, _ in own[box.name]:
                 change = (
                     direction[_range(part)].view(weight.shape)
-                    + numbers.rates.weight_decay * multipliers.weight_decay * weight
+                    + rates.weight_decay * multipliers.weight_decay * weight
                 )
-                weight.sub_(change, alpha=numbers.rates.of(multipliers))
+                weight.sub_(change, alpha=lr * multipliers.lr)
+
+
+def _sum_momentum(
+    rule: MatrixRule,
+    block: Block,
+    groups: Groups,
+    box: Box,
+    own: list[MatrixPart],
+    coefficient: Tensor,
+    whole: Tensor,
+) -> None:
+    """Update the momentum of a matrix on the slices, and sum it into `whole`, zeros."""
+    for part, kept, _, gradient in own:
+        kept.mul_(rule.momentum).add_(gradient.to(coefficient.dtype) * coefficient)
+        # Of ranks that hold the same part one alone adds it.
+        if holders(box, groups).rank == 0:
+            whole[_range(part)] = kept.reshape(part.extent)
+    # Over the ranks that share the block, then over tensor-parallel ranks, unless each has all.
+    if block.zero_stage > 0:
+        all_reduce(whole, block.groups.shard)
+    if box.replicated != "tp":
+        all_reduce(whole, groups.tp)
 
 
 def _range(part: Box) -> tuple[slice, ...]:

@@ -287,15 +287,17 @@ class Optimizer:
         """Step a block: piece by piece of what is in memory, segment by segment of what is updated
         alike.
         """
+        rates = numbers.rates
         for piece, held in self.states[block].pieces((MASTER, *self.state_names), "change"):
             # Learning rate, decay and epsilon are the same in a segment: one pass of the kernel for
             # each.
             near, rounded = grad[piece], None if out is None else out[piece]
             segments = block.segments(piece) if block.in_files else self.segments[block]
             for part, multipliers in segments:
+                lr = rates.decoupled if multipliers.decoupled_lr else rates.base
                 scalars = StepScalars(
-                    lr=numbers.rates.of(multipliers),
-                    weight_decay=numbers.rates.weight_decay * multipliers.weight_decay,
+                    lr=lr * multipliers.lr,
+                    weight_decay=rates.weight_decay * multipliers.weight_decay,
                     eps=rule.config.adam_eps * multipliers.eps,
                     steps_before=numbers.steps_before,
                     coefficient=numbers.coefficient,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,8 @@ class Graph(NamedTuple):
     """
 
     x: Tensor | None
-    output: GradientEdge
-    # of the scalars that are differentiated along with the loss
-    aux_losses: list[tuple[GradientEdge, torch.dtype]]
+    edges: list[GradientEdge]  # of the output, then of the scalars in the objective
+    aux_dtypes: list[torch.dtype]  # of these scalars
 
 
 # What a layer saves for its next pass: its graph; its input, where it is recomputed; the weight
@@ -103,7 +102,7 @@ class LayerRunner:
         y = layer(leaf, micro)
         if isinstance(y, WithScalars) or not y.requires_grad:
             return self.graph_of(leaf, y, scalars)
-        return y.detach(), Graph(leaf, get_gradient_edge(y), [])  # the usual case, without a call
+        return y.detach(), Graph(leaf, [get_gradient_edge(y)], [])  # the usual case, without a call
 
     def graph_of(
         self, leaf: Tensor | None, y: Tensor | WithScalars, scalars: dict[str, Tensor] | None
@@ -117,12 +116,9 @@ class LayerRunner:
             add_scalars(scalars, own)
         if not y.requires_grad:
             return y.detach(), None
-        aux_losses = [
-            (get_gradient_edge(value), value.dtype)
-            for name, value in own.items()
-            if name in self.aux_losses and value.requires_grad
-        ]
-        return y.detach(), Graph(leaf, get_gradient_edge(y), aux_losses)
+        aux = [x for name, x in own.items() if name in self.aux_losses and x.requires_grad]
+        edges = [get_gradient_edge(x) for x in (y, *aux)]
+        return y.detach(), Graph(leaf, edges, [x.dtype for x in aux])
 
     # ---- full recomputation
 
@@ -191,39 +187,28 @@ class LayerRunner:
             # the output has no name here: it would live as long as the backward pass
             saved = self.forward_again(layer, saved)[1]
         assert isinstance(saved, Graph)
-        if kind is Kind.BACKWARD:
-            return self._differentiate(layer, saved, dy, aux_scale), None
-        with deferring_weight_grads(layer) as deferred:
-            return self._differentiate(layer, saved, dy, aux_scale, deferred), deferred
-
-    def _differentiate(
-        self,
-        layer: Layer,
-        graph: Graph,
-        dy: Tensor,
-        aux_scale: float,
-        deferred: Sequence[WeightGrad] = (),
-    ) -> Tensor | None:
-        """The gradient of x; those of parameters are in their main_grad, in `deferred`, or (where
-        that is to come first) still in `.grad`.
-        """
         # One call of autograd for the output and all auxiliary losses, so that each node runs once.
-        edges, gradients = [graph.output], [dy]
-        for edge, dtype in graph.aux_losses:
-            edges.append(edge)
+        gradients = [dy]
+        for dtype in saved.aux_dtypes:
             gradients.append(torch.full((), aux_scale, dtype=dtype, device=dy.device))
+        deferring: AbstractContextManager[Any] = contextlib.nullcontext()
+        if kind is Kind.BACKWARD_INPUT:
+            deferring = deferring_weight_grads(layer)
         # The first backward pass of this layer proves that each parameter in the graph gets a
         # gradient; the set of parameters does not change afterwards.
         checks: AbstractContextManager[None] = contextlib.nullcontext()
-        if layer not in self.parameters:
-            self.parameters[layer] = list(layer.parameters())
-            checks = check_all_params_got_grads(edges, deferred)
-        with checks:
-            torch.autograd.backward(edges, gradients)
-            # our layers have added to main_grad themselves
-            if any(parameter.grad is not None for parameter in self.parameters[layer]):
-                accumulate_into_main_grad(self.parameters[layer])
-        return None if graph.x is None else graph.x.grad
+        with deferring as deferred:
+            if layer not in self.parameters:
+                self.parameters[layer] = list(layer.parameters())
+                # `deferred` is empty now, and filled by the pass
+                to_come = () if deferred is None else deferred
+                checks = check_all_params_got_grads(saved.edges, to_come)
+            with checks:
+                torch.autograd.backward(saved.edges, gradients)
+                # our layers have added to main_grad themselves
+                if any(parameter.grad is not None for parameter in self.parameters[layer]):
+                    accumulate_into_main_grad(self.parameters[layer])
+        return None if saved.x is None else saved.x.grad, deferred
 
 
 def add_scalars(totals: dict[str, Tensor] | None, scalars: dict[str, Tensor]) -> None:

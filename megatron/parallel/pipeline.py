@@ -3,7 +3,7 @@
 A computation waits for its input alone. It walks the layers of its stage: ZeRO makes weights whole,
 the runner makes the pass, ZeRO frees weights and reduces gradients. A schedule knows nothing of how
 weights are sharded, and a layer nothing of either. s sequence, b batch, h hidden. Called from
-training/passes.py and, on tensors without memory, from tools/_plan/engine.py.
+training/step.py and, on tensors without memory, from tools/_plan/engine.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ order.
 A model is cut into stages, numbered along the forward pass; `placement` specifies which rank holds
 each (several per rank: virtual stages). A schedule is a pure function of (ranks, virtual stages,
 micro-batches). It knows nothing of the data-parallel side: gathers and reductions follow from the
-order of the computations. Called from training/passes.py and the memory planner; read by
+order of the computations. Called from training/step.py and the memory planner; read by
 parallel/pipeline.py.
 """
 

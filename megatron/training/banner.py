@@ -22,13 +22,12 @@ from megatron.distributed.groups import Layout, describe_layout, layout_of
 from megatron.model.arithmetic import (
     active_parameters,
     flops_per_iteration,
-    iterations_for,
     parameter_count,
     peak_tflops,
-    samples_after,
 )
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.recompute import recompute_text
+from megatron.optimizer.lr_schedule import iterations_for, samples_after
 from megatron.optimizer.update import RULES
 from megatron.training.advisor import Forecast
 from megatron.training.resume import device_name

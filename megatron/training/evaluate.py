@@ -15,8 +15,8 @@ from megatron.data.loader import Source
 from megatron.distributed.collectives import all_gather, all_reduce
 from megatron.kernels import philox
 from megatron.model.layer import HeadLayer, MicroBatch
-from megatron.training.passes import run_micro_batches
 from megatron.training.run import Run
+from megatron.training.step import run_micro_batches
 
 LONGEST_PROMPT = 32  # tokens
 END = "<end of document>"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.distributed.groups import Axis
-    from megatron.training.host_copy import AsyncHostCopy
+    from megatron.training.step import AsyncHostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -115,15 +115,16 @@ class ExitConditions:
     def start_exchange(self, axis: Axis, device: torch.device) -> AsyncHostCopy:
         """Start to sum the requests of all ranks."""
         from megatron.distributed.collectives import all_reduce
-        from megatron.training.host_copy import AsyncHostCopy, to_device
+        from megatron.training.step import AsyncHostCopy, to_device
 
-        return AsyncHostCopy(all_reduce(to_device(self.requests(), device), axis))
+        sums = all_reduce(to_device(self.requests(), device), axis)
+        return AsyncHostCopy({"requests": sums})
 
     def finish_exchange(self, sums: AsyncHostCopy) -> bool:
         """Read the requests of all ranks; whether a signal is among them. What ranks do next must
         depend on `agreed` alone.
         """
-        self.agreed = sums.read()
+        self.agreed = sums.read()["requests"]
         return any(self.agreed[: len(SIGNAL_CODES)])
 
     def exchange(self, axis: Axis, device: torch.device) -> bool:

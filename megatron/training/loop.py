@@ -12,21 +12,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 from megatron.config.groups import TrainingConfig
 from megatron.data.loader import Source
 from megatron.distributed.peers import PEERS
-from megatron.model.arithmetic import finished
 from megatron.observe.console import evaluation_lines
 from megatron.observe.metrics import evaluation_metrics
+from megatron.optimizer.lr_schedule import finished
 from megatron.training.checkpointing import finalize, save
 from megatron.training.evaluate import evaluate, write_sample
 from megatron.training.exit import Exit
 from megatron.training.reporting import Interval, consumed, log
 from megatron.training.run import Run
 from megatron.training.step import (
-    GlobalBatch,
     PendingStep,
     StepMetrics,
     non_finite_micro_batches,
@@ -47,17 +45,8 @@ def train(run: Run) -> Exit:
     (with --save), or the exit code is 1.
     """
     config, progress, timer = run.config, run.progress, run.timing.rank_timer
-    interval, pending = Interval(time.perf_counter()), None
-
-    def finish_pending() -> None:
-        """Act on the outcome of the last step, once: on a CPU right after it, on a GPU while the
-        next one is queued.
-        """
-        nonlocal pending
-        if pending is not None:
-            step, pending = pending, None
-            finish_step(run, step, interval)
-
+    interval = Interval(time.perf_counter())
+    gc_interval = config.training.manual_gc_interval if config.training.manual_gc else 0
     with manual_collection(config.training):
         if timer is not None:
             timer.begin()
@@ -66,13 +55,13 @@ def train(run: Run) -> Exit:
             PEERS.iteration = progress.iteration + 1
             if run.profiler is not None:
                 interval.outside += run.profiler.next_step(progress.iteration)
-            pending = step = train_step(run, finish_pending)
-            iteration, due = progress.iteration, due_after(run, step.batch)
+            step = train_step(run, partial(finish_step, run, interval))
+            interval.pending, iteration, due = step, progress.iteration, step.batch.due
 
             # 2. The outcome is read now, if it is here or something below needs it. All ranks do
             # the same: what is due follows from the iteration, and exits are agreed upon.
             if any(due) or step.copy.is_here or run.exits.check(iteration):
-                finish_pending()
+                finish_step(run, interval)
             # Requests are those of the last step that was read: on a GPU the one before, so that a
             # signal is seen one iteration late, by all ranks in the same one.
             exit_now = run.exits.check(iteration)
@@ -83,50 +72,22 @@ def train(run: Run) -> Exit:
             # 3. Console line, evaluation and checkpoint: no part of a rank's compute time.
             with run.timing.outside():
                 if any(due) or exit_now:
-                    interval, exit_now = _between_steps(run, interval, step, due, exit_now)
-                collect_after(iteration, config.training)
+                    interval, exit_now = _between_steps(run, interval, step, exit_now)
+                if gc_interval and iteration % gc_interval == 0:
+                    gc.collect()
             # A request at the last iteration changes nothing, unless it cut the evaluation short.
             if exit_now and (progress.evaluation_due or not due.end):
                 return _end(run, exit_now)
         return Exit(COMPLETE, 0 if finalize(run) else 1)
 
 
-class Due(NamedTuple):
-    """What the loop does after an iteration; `end`: it was the last one."""
-
-    log: bool
-    evaluate: bool
-    save: bool
-    save_local: bool
-    end: bool
-
-
-def due_after(run: Run, batch: GlobalBatch) -> Due:
-    """What is due after the step of this batch."""
-    config = run.config
-    evaluate, save, save_local = (
-        bool(interval) and batch.iteration % interval == 0
-        for interval in (
-            config.evaluation.eval_interval,
-            config.checkpoint.save_interval,
-            config.checkpoint.local_save_interval,
-        )
-    )
-    return Due(
-        log=batch.is_logged,
-        evaluate=(evaluate or batch.is_last) and bool(run.data.valid),
-        save=save,
-        save_local=save_local,
-        end=batch.is_last,
-    )
-
-
 def _between_steps(
-    run: Run, interval: Interval, step: PendingStep, due: Due, exit_now: Exit | None
+    run: Run, interval: Interval, step: PendingStep, exit_now: Exit | None
 ) -> tuple[Interval, Exit | None]:
     """Log, evaluate and save what is due; the interval that continues, and the reason to stop, if
     there is one now.
     """
+    due = step.batch.due
     if due.log:
         interval = log(run, interval, step.rates)
 
@@ -153,14 +114,16 @@ def _end(run: Run, reason: Exit) -> Exit:
     return reason if finalize(run) else Exit(f"{reason.reason}, but the last save failed", 1)
 
 
-def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
-    """Read the last step's verdict, which the next step's learning rate and loss scale depend on,
-    and act on it.
+def finish_step(run: Run, interval: Interval) -> None:
+    """Act on the outcome of the last step, once: on a CPU right after it, on a GPU while the next
+    one is queued, whose learning rate and loss scale depend on it.
 
     Raises NonFiniteError under --nan-policy stop.
     """
-    metrics, progress = pending.read(), run.progress
-    batch = metrics.batch
+    if interval.pending is None:
+        return
+    metrics, progress = interval.pending.read(), run.progress
+    interval.pending, batch = None, metrics.batch
     run.exits.agreed = metrics.exit_requests
     if run.checkpoints is not None:
         run.checkpoints.advance(metrics.save_requests)
@@ -172,13 +135,18 @@ def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
     is_nan = overflow and run.scaler.at_minimum()
     if run.scaler.dynamic:
         run.scaler.update(overflow)
-    if not metrics.skipped:
-        # The clock of the learning rate runs only with steps that changed the weights.
-        progress.scheduled_samples += batch.size
-        progress.open_loss += metrics.loss
-        progress.open_steps += 1
+    if metrics.skipped:
+        _account_for_skipped(run, metrics, has_tokens, is_nan)
         return
-    # Skipped: an overflow halves the scale; a real NaN or Inf is a matter of --nan-policy.
+    # The clock of the learning rate runs only with steps that changed the weights.
+    progress.scheduled_samples += batch.size
+    progress.open_loss += metrics.loss
+    progress.open_steps += 1
+
+
+def _account_for_skipped(run: Run, metrics: StepMetrics, has_tokens: bool, is_nan: bool) -> None:
+    """Count and log a skipped step. Raises NonFiniteError under --nan-policy stop."""
+    progress, batch = run.progress, metrics.batch
     progress.skipped_samples += batch.size
     progress.open_skipped += 1
     run.timing.events.skipped += 1
@@ -313,13 +281,6 @@ def manual_collection(config: TrainingConfig) -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def collect_after(iteration: int, config: TrainingConfig) -> None:
-    """Collects after every --manual-gc-interval iterations."""
-    interval = config.manual_gc_interval
-    if config.manual_gc and interval and iteration % interval == 0:
-        gc.collect()
 
 
 @contextmanager

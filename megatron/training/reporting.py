@@ -17,15 +17,15 @@ import torch
 from megatron.config.groups import Config
 from megatron.config.stages import frozen_units
 from megatron.distributed.collectives import all_reduce
-from megatron.model.arithmetic import flops_per_iteration, iterations_for
+from megatron.model.arithmetic import flops_per_iteration
 from megatron.model.gpt import layer_names
 from megatron.observe.console import training_line
 from megatron.observe.expert_load import load_metrics
 from megatron.observe.metrics import memory_metrics, rates, timer_metrics
-from megatron.optimizer.lr_schedule import StepRates
+from megatron.optimizer.lr_schedule import StepRates, iterations_for
 from megatron.parallel.timeline import Timeline
 from megatron.training.run import Progress, Run
-from megatron.training.step import StepMetrics
+from megatron.training.step import PendingStep, StepMetrics
 from megatron.training.timing import rows_of_ranks
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ class Interval:
     started: float
     iterations: int = 0
     outside: float = 0.0  # seconds of evaluation and checkpoints, which are no part of an iteration
-    last: StepMetrics | None = None
+    last: StepMetrics | None = None  # of the last step that was read
+    pending: PendingStep | None = None  # the last step, until its outcome is read
 
 
 def last_iteration(config: Config, progress: Progress) -> int:
@@ -82,7 +83,7 @@ def log(run: Run, interval: Interval, step_rates: StepRates) -> Interval:
     run.starving.look(step.scalars, progress.iteration)
     run.tracker.log(progress.iteration, metrics)
     if timeline is not None:
-        _show(run, timeline, last=step.batch.is_last)
+        _show(run, timeline, last=step.batch.due.end)
     # 4. The next interval begins; what is open is saved with a checkpoint that comes between lines.
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())

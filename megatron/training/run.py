@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -14,9 +15,10 @@ from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.data.tokenizer import Tokenizer
 from megatron.distributed.groups import Groups
+from megatron.distributed.peers import waiting
 from megatron.model.gpt import GPTModel
+from megatron.observe.events import Timers
 from megatron.observe.expert_load import StarvingExperts
-from megatron.observe.metrics import Timers
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
@@ -110,3 +112,17 @@ class Run:
         their own positions.
         """
         return self.pipeline.has_head and self.groups.tp.rank == 0
+
+    @cached_property
+    def waiting_for_all(self) -> Callable[[], AbstractContextManager[None]]:
+        """Around a sum over all ranks at the end of a step; if it fails, the message names the rank
+        to look at.
+        """
+
+        def text(seconds: float) -> str:
+            return (
+                f"rank {self.groups.rank} had done its part of the step and waited {seconds:.1f} s "
+                "for all others to do theirs. The rank whose output lacks this message"
+            )
+
+        return nullcontext if self.groups.world.size == 1 else partial(waiting, text)

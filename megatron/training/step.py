@@ -1,29 +1,36 @@
-"""One optimizer step: `train_step` first, then its three phases, then what they hand to each other.
+"""One optimizer step: `train_step` first, then its phases, then what they hand to each other.
 
 Called from training/loop.py, which reads the numbers of a step on the host one step later.
+training/evaluate.py runs micro-batches by `run_micro_batches`, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.config.layers import widest_window
+from megatron.data.loader import Batch, Source
 from megatron.distributed.collectives import all_reduce
-from megatron.distributed.peers import waiting
-from megatron.model.arithmetic import finished, global_batch_size_at
-from megatron.model.layer import ScalarSpec
-from megatron.optimizer.lr_schedule import StepRates
+from megatron.distributed.peers import idle
+from megatron.model.attention.context_parallel import ContextParallel, places_of_ranks
+from megatron.model.layer import REPORTED_SUM, MicroBatch, ScalarSpec
+from megatron.optimizer.lr_schedule import StepRates, finished, global_batch_size_at
 from megatron.optimizer.optimizer import sum_of_squares
 from megatron.parallel.blocks import Block
 from megatron.parallel.recording import Recording
-from megatron.training.host_copy import AsyncHostCopy, to_device
-from megatron.training.passes import MicroBatchSums, run_micro_batches
+from megatron.parallel.schedule import forward_only
 from megatron.training.run import Run
+
+# of a batch, [b, s], of which a context-parallel rank reads its own positions alone
+OF_POSITIONS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def train_step(run: Run, finish_pending: Callable[[], None]) -> PendingStep:
@@ -56,20 +63,29 @@ def train_step(run: Run, finish_pending: Callable[[], None]) -> PendingStep:
 
 
 def next_batch(run: Run) -> GlobalBatch:
-    """The samples of the next step."""
+    """The samples of the next step, and what the loop does after it."""
     config, progress = run.config, run.progress
     iteration, first = progress.iteration + 1, progress.consumed_samples
     size = global_batch_size_at(first, config)
     is_last = finished(config, iteration, first + size)
-    return GlobalBatch(
-        iteration=iteration,
-        first_sample=first,
-        size=size,
-        nominal_tokens=size * config.data.seq_length,
-        loss_scale=run.scaler.scale,
-        is_last=is_last,
-        is_logged=is_last or iteration % config.logging.log_interval == 0,
+    intervals = (
+        config.logging.log_interval,
+        config.evaluation.eval_interval,
+        config.checkpoint.save_interval,
+        config.checkpoint.local_save_interval,
     )
+    log, evaluate, save, save_local = (
+        bool(interval) and iteration % interval == 0 for interval in intervals
+    )
+    due = Due(
+        log=log or is_last,
+        evaluate=(evaluate or is_last) and bool(run.data.valid),
+        save=save,
+        save_local=save_local,
+        end=is_last,
+    )
+    nominal_tokens = size * config.data.seq_length
+    return GlobalBatch(iteration, first, size, nominal_tokens, run.scaler.scale, due)
 
 
 def forward_backward(run: Run, batch: GlobalBatch) -> MicroBatchSums:
@@ -93,7 +109,7 @@ def forward_backward(run: Run, batch: GlobalBatch) -> MicroBatchSums:
             scale=batch.loss_scale / batch.nominal_tokens,
             recording=recording,
         )
-        with waiting(partial(_waited_for_all, run)):
+        with run.waiting_for_all():
             run.zero.finish_gradients()
     return sums
 
@@ -109,22 +125,23 @@ def all_reduce_totals(run: Run, batch: GlobalBatch, sums: MicroBatchSums) -> dic
         # A save in the background continues when all ranks are ready for its next part.
         ready = run.checkpoints.ready() if run.checkpoints is not None else ()
         exits = run.exits.requests()
-        requests = to_device([*exits, *ready], run.device)
         # empty unless a console line will show them
-        rank_times = timer.table().flatten() if timer and batch.is_logged else requests[:0]
-        own = Packed(
-            {
-                "grad_sq_sum": run.optimizer.grad_sq_sum().reshape(1),
-                "losses": sums.losses,
-                "valid_tokens": sums.valid_tokens,
-                **sums.scalars,
-                "exit_requests": requests[: len(exits)],
-                "save_requests": requests[len(exits) :],
-                "rank_times": rank_times,
-            }
-        )
-        with waiting(partial(_waited_for_all, run)):
-            return own.unpack(all_reduce(own.vector, run.groups.world))
+        rank_times = timer.table() if timer and batch.due.log else ()
+        requests = to_device([*exits, *ready, *rank_times], run.device)
+        exits, ready, rank_times = requests.split([len(exits), len(ready), len(rank_times)])
+        own = {
+            "grad_sq_sum": run.optimizer.grad_sq_sum().reshape(1),
+            "losses": sums.losses,
+            "valid_tokens": sums.valid_tokens,
+            **sums.scalars,
+            "exit_requests": exits,
+            "save_requests": ready,
+            "rank_times": rank_times,
+        }
+        vector, sizes = torch.cat([*own.values()]), [len(part) for part in own.values()]
+        with run.waiting_for_all():
+            totals = all_reduce(vector, run.groups.world)
+        return dict(zip(own, totals.split(sizes)))
 
 
 def update(
@@ -137,7 +154,7 @@ def update(
         valid_tokens, grad_sq_sum = totals["valid_tokens"].sum(), totals.pop("grad_sq_sum")[0]
         grad_scale = batch.nominal_tokens / (valid_tokens * batch.loss_scale) + nan_if_not_finite
         by_layer = None
-        if run.config.logging.log_layer_norms and batch.is_logged:
+        if run.config.logging.log_layer_norms and batch.due.log:
             # before the step, which changes gradients
             by_layer = run.optimizer.layer_grad_sq_sums() * grad_scale.square()
         if run.checkpoints is not None:  # a save in the background may still read the weights
@@ -148,28 +165,134 @@ def update(
             grad_sq_sum=grad_sq_sum,
             grad_scale=grad_scale,
         )
-        run.model.update_routers(totals, outcome.skipped)
+        if run.model.scalars:  # of experts: how many tokens each had
+            run.model.update_routers(totals, outcome.skipped)
         # One copy to the host for all of it, started here and read one step later.
-        outcome_numbers = {
-            "grad_norm": outcome.grad_norm.reshape(1),
-            "skipped": outcome.skipped.double().reshape(1),
-        }
-        numbers = Packed(outcome_numbers | totals)
-        copy = AsyncHostCopy(numbers.vector)
+        totals["grad_norm"] = outcome.grad_norm.reshape(1)
+        totals["skipped"] = outcome.skipped.double().reshape(1)
+        copy = AsyncHostCopy(totals)
     if run.timing.rank_timer is not None:
         run.timing.rank_timer.end_update()
-    return PendingStep(batch, rates, numbers, copy, run.model.scalars, by_layer)
+    return PendingStep(batch, rates, copy, run.model.scalars, by_layer)
 
 
-def _waited_for_all(run: Run, seconds: float) -> str:
-    """The message when a sum at the end of the step fails."""
-    return (
-        f"rank {run.groups.rank} had done its part of the step and waited {seconds:.1f} s "
-        "for all others to do theirs. The rank whose output lacks this message"
+# ---- passes, of training and of evaluation
+
+
+class MicroBatchSums(NamedTuple):
+    """Sums of the forward passes of this rank's micro-batches (float64)."""
+
+    # [micro-batches] loss sums over this rank's valid tokens; 0 where another rank counts them
+    # (`Run.reports_loss`)
+    losses: Tensor
+    valid_tokens: Tensor  # [micro-batches] their number; as the losses
+    # of layers over all micro-batches, by the names of GPTModel.scalars
+    scalars: dict[str, Tensor]
+
+
+def run_micro_batches(
+    run: Run,
+    source: Source,
+    first: int,
+    samples: int,
+    *,
+    training: bool,
+    scale: float = 0.0,
+    recording: Recording | None = None,
+) -> MicroBatchSums:
+    """Run this rank's micro-batches of samples [first, first + samples).
+
+    In training gradients of scale x objective are added to every main_grad; an evaluation has no
+    dropout and no gradients.
+    """
+    count = samples // run.global_micro_batch_size
+    losses, valid_tokens = torch.zeros(2, count, dtype=torch.float64, device=run.device)
+    aux_scale = scale
+    if training and run.pipeline.runner.aux_losses and source.eod_mask_loss:
+        aux_scale = _aux_scale(run, source, first, samples, scale)
+    schedule = run.schedule_of(count) if training else forward_only(run.pipeline.placement, count)
+    if recording is not None:
+        recording.schedule = schedule
+    read = partial(read_micro_batch, run, source, first, valid_tokens, training)
+    found = run.pipeline.run(
+        schedule,
+        map(read, range(count)),  # one by one, as their first computation on this rank begins
+        scale,
+        recording,
+        aux_scale=aux_scale,
+    )
+    if run.reports_loss:
+        for index, sums in found.losses.items():
+            losses[index] = sums[REPORTED_SUM]
+    # Tensor-parallel ranks compute the same scalar, unless it declares that each has a part of it:
+    # the sum over all ranks counts each part once.
+    scalars = {
+        spec.name: found.scalars[spec.name].reshape(spec.size)
+        if spec.name in found.scalars and (run.groups.tp.rank == 0 or "tp" in spec.parts)
+        else losses.new_zeros(spec.size)
+        for spec in run.model.scalars
+    }
+    return MicroBatchSums(losses, valid_tokens, scalars)
+
+
+def read_micro_batch(
+    run: Run, source: Source, first: int, valid_tokens: Tensor, training: bool, index: int
+) -> MicroBatch:
+    """This rank's part of global micro-batch `index` of the samples from `first` on, whose valid
+    tokens are counted. Every tensor- and pipeline-parallel rank reads it itself: nothing is
+    broadcast.
+    """
+    size = run.config.training.micro_batch_size
+    first = first + index * run.global_micro_batch_size
+    with run.timers("data") if training else contextlib.nullcontext():
+        batch = source.batch(first + size * run.groups.dp.rank, size)
+        if run.model.cp.size > 1:
+            batch = share_positions(batch, run.model.cp, widest_window(run.config.model))
+        batch = batch.to(run.device)
+    micro_batch = run.model.micro_batch(**vars(batch), training=training)
+    if run.reports_loss:
+        valid_tokens[index] = micro_batch.loss_mask.sum()
+    return micro_batch
+
+
+def _aux_scale(run: Run, source: Source, first: int, samples: int, scale: float) -> float:
+    """The scale of what layers add to the objective, such as auxiliary losses of routers, where the
+    loss leaves tokens out: those sums are means over all tokens, and gradients are divided by the
+    valid tokens of the batch afterwards. Every rank counts the valid tokens of the whole batch, for
+    the first backward pass comes before the last batch is read.
+    """
+    with run.timers("data"):
+        return scale * source.valid_tokens(first, samples) / (samples * source.seq_length)
+
+
+def share_positions(batch: Batch, cp: ContextParallel, window: int | None) -> Batch:
+    """The positions that this rank of a context-parallel axis holds of whole samples, and what all
+    of them hold. On the host, so that no GPU is waited for.
+    """
+    # Each rank of the axis takes the same number of positions, chosen so that attention is the same
+    # work for all.
+    starts = batch.document_starts
+    length = batch.tokens.shape[1]
+    places = places_of_ranks(length, cp, None if starts is None else starts.numpy(), window)
+    own = torch.from_numpy(places[cp.axis.rank])
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[:, own] for name in OF_POSITIONS},
+        places=torch.from_numpy(places),
     )
 
 
 # ---- what the phases hand to each other
+
+
+class Due(NamedTuple):
+    """What the loop does after an iteration; `end`: it was the last one."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+    save_local: bool
+    end: bool
 
 
 @dataclass(frozen=True)
@@ -181,26 +304,7 @@ class GlobalBatch:
     size: int  # samples
     nominal_tokens: int  # of all samples, whether the loss counts them or not
     loss_scale: float
-    is_last: bool  # of the run
-    is_logged: bool  # the step ends with a console line
-
-
-class Packed:
-    """Named float64 vectors, concatenated so that one all-reduce or one copy to the host carries
-    all of them.
-    """
-
-    def __init__(self, parts: Mapping[str, Tensor]):
-        self.sizes = {name: len(part) for name, part in parts.items()}
-        self.vector = torch.cat([*parts.values()])
-
-    def unpack(self, numbers: Any) -> dict[str, Any]:
-        """The parts of a tensor, or of a list of the host, that has come back in this form."""
-        found, at = {}, 0
-        for name, size in self.sizes.items():
-            found[name] = numbers[at : at + size]
-            at += size
-        return found
+    due: Due
 
 
 @dataclass(frozen=True)
@@ -211,14 +315,13 @@ class PendingStep:
 
     batch: GlobalBatch
     rates: StepRates
-    numbers: Packed
-    copy: AsyncHostCopy  # of `numbers`
+    copy: AsyncHostCopy
     scalars: tuple[ScalarSpec, ...]  # of the model
     layer_grad_sq_sums: Tensor | None
 
     def read(self) -> StepMetrics:
         """Wait for the numbers (not for work queued after them)."""
-        found = self.numbers.unpack(self.copy.read())
+        found = self.copy.read()
         tokens = sum(found["valid_tokens"])
         return StepMetrics(
             batch=self.batch,
@@ -254,6 +357,43 @@ class StepMetrics:
     # This rank's share of the gradient's squares by layer, as of `grad_norm` (--log-layer-norms in
     # a step that is logged): the only field that is on the device and differs between ranks.
     layer_grad_sq_sums: Tensor | None
+
+
+# ---- a few numbers between the host and the device, for which neither waits
+
+
+def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Float64 numbers of the host, on the device: from pinned memory, so that nothing waits."""
+    # A copy from pageable memory would make the host wait until the GPU has caught up.
+    host = torch.tensor(numbers, dtype=torch.float64)
+    if device.type == "cuda":
+        host = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+    target = torch.empty(host.shape, dtype=host.dtype, device=device)
+    return target.copy_(host, non_blocking=True)
+
+
+class AsyncHostCopy:
+    """Float64 vectors of the device, by name, copied to pinned host memory in one piece."""
+
+    def __init__(self, parts: Mapping[str, Tensor]):
+        self.sizes = {name: len(part) for name, part in parts.items()}
+        self.event = None
+        self.numbers = numbers = torch.cat([*parts.values()])
+        if numbers.is_cuda:
+            self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        # reading does not wait: on a CPU; the same on every rank
+        self.is_here = self.event is None
+
+    def read(self) -> dict[str, list[float]]:
+        """Wait for the numbers (not for work queued after them)."""
+        if self.event is not None:
+            with idle():
+                self.event.synchronize()
+        numbers = iter(self.numbers.tolist())
+        return {name: [*islice(numbers, size)] for name, size in self.sizes.items()}
 
 
 # ---- a step that failed

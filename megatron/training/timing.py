@@ -13,19 +13,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.groups import Config
 from megatron.distributed.collectives import named
 from megatron.distributed.groups import Axis, Groups
 from megatron.distributed.peers import busy_clock
-from megatron.observe.events import EventLog
-from megatron.observe.metrics import Timers
+from megatron.observe.events import EventLog, Timers
 from megatron.observe.stragglers import BLOCKS, SECTIONS, StragglerWatch
 from megatron.parallel.recording import Recording
 from megatron.training.advisor import Advisor
-from megatron.training.host_copy import to_device
 
 
 class RankTimer:
@@ -76,16 +73,15 @@ class RankTimer:
         self.laps.append([*sections, max(0.0, total - sum(sections))])
         self.begin()
 
-    def table(self) -> Tensor:
-        """[ranks, numbers] of the laps since the last call, zeros but for this rank's row, so that
+    def table(self) -> list[float]:
+        """[ranks x numbers] of the laps since the last call, zeros but for this rank's row, so that
         the sum over ranks is everyone's: seconds of a lap in each part of the interval, then of
         each section.
         """
         # Zeros in the other rows: the step's all-reduce carries the table at no extra message.
         row, self.laps = summary(self.laps), []
-        table = torch.zeros(self.world.size, len(row), dtype=torch.float64, device=self.device)
-        table[self.world.rank] = to_device(row, self.device)
-        return table
+        before, after = self.world.rank, self.world.size - self.world.rank - 1
+        return [0.0] * (before * len(row)) + row + [0.0] * (after * len(row))
 
 
 @dataclass

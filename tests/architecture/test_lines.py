@@ -15,7 +15,7 @@ LINES = {
     "megatron/distributed": 2556,
     "megatron/model": 6341,
     "megatron/observe": 1184,
-    "megatron/optimizer": 1552,
+    "megatron/optimizer": 1615,
     "megatron/parallel": 3439,
     "megatron/training": 3709,
 }

@@ -19,8 +19,7 @@ from megatron.tools._report.metrics_file import read_metrics
 from programs import Program
 
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.observe.events import EventLog
-from megatron.observe.metrics import Timers
+from megatron.observe.events import EventLog, Timers
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --micro-batch-size 2 --global-batch-size 4 --train-iters 60

@@ -269,9 +269,9 @@ validation reads the training data | gpt-files
 = megatron/data/loader.py _Opener.stream
 validation data in the training's order of the seed | gpt-files
     else EVALUATION_SEED => else 1234
-= megatron/data/loader.py MockReader.windows
+= megatron/data/loader.py _mock_data
 mock validation data that are the training's | gpt-dropout
-    self.seed, self.split) => self.seed, "train")
+    key_of("mock", seed, name) => key_of("mock", seed, "train")
 = megatron/data/blend.py quotas
 shares of a blend rounded down | tests/unit/data/test_blend.py
     in by_remainder[: PATTERN - sum(shares)] => in [len(shares) - 1] * (PATTERN - sum(shares))
@@ -286,7 +286,7 @@ a blend that passes over samples of its sources | resume-new-blend
 = megatron/data/blend.py extend_history
 sources begin anew where a blend changes | resume-new-blend
     known.get(source["id"], 0) => 0
-= megatron/training/passes.py read_micro_batch
+= megatron/training/step.py read_micro_batch
 every micro-batch reads the step's first samples | llama
     source.batch(first + => source.batch(first // run.config.training.global_batch_size
         * run.config.training.global_batch_size +
@@ -297,7 +297,7 @@ the normaliser of the whole batch under ramp-up | ramp-up
 = megatron/config/batch_schedule.py batch_steps
 a ramp-up whose steps are rounded down | in-samples
     -(-count * samples // increments) => count * samples // increments
-= megatron/model/arithmetic.py global_batch_size_at
+= megatron/optimizer/lr_schedule.py global_batch_size_at
 a ramp-up that grows one increment early | ramp-up
     return steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1] =>
         size = steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1]
@@ -395,7 +395,7 @@ hysteresis that each clean step renews | fp16-overflows
 = megatron/optimizer/scaler.py LossScaler.__init__
 the constant scale ignored | fp16-one-scale
     config.fp16 and config.loss_scale is None => config.fp16
-= megatron/training/loop.py finish_step
+= megatron/training/loop.py _account_for_skipped
 samples of a skipped step read again | fp16-overflows
     progress.open_skipped += 1 => progress.consumed_samples -= batch.size
         progress.open_skipped += 1
@@ -445,7 +445,7 @@ a warm-up share of the run instead of the decay | uneven-split-seed-llama3
     if self.warmup > 0 and =>
         self = replace(self, warmup=self.warmup / self.decay * self.weight_decay_length)
         if self.warmup > 0 and
-= megatron/model/arithmetic.py samples_after
+= megatron/optimizer/lr_schedule.py samples_after
 lengths in iterations counted in whole batches under ramp-up | ramp-up
     for before, => return iterations * config.training.global_batch_size
         for before,
@@ -462,9 +462,9 @@ weight decay that stays at its start | mixed-5
 a cosine of weight decay for which a line is asked and the other way round | mixed-8
     CHANGES[self.weight_decay_style] => CHANGES[
         {"linear": "cosine", "cosine": "linear"}.get(self.weight_decay_style, "constant")]
-= megatron/optimizer/lr_schedule.py StepRates.of
+= megatron/optimizer/optimizer.py Optimizer._update
 embedding and head at the rate of all else | decoupled-tied
-    (self.decoupled if multipliers.decoupled_lr else self.base) => self.base
+    rates.decoupled if multipliers.decoupled_lr else rates.base => rates.base
 = megatron/model/layer.py TransformerLayer._learned_positions
 learned positions at the rate of the word embedding | decoupled-tied
     grad_sum=grad_sum => grad_sum=grad_sum, multipliers=Multipliers(decoupled_lr=True)

@@ -96,7 +96,9 @@ class Ledger:
     @contextlib.contextmanager
     def open(self) -> Iterator[Ledger]:
         isend, all_reduce, all_gather = dist.isend, dist.all_reduce, dist.all_gather
-        forward, backward = TransformerLayer.forward, LayerRunner._differentiate
+        forward, backward = TransformerLayer.forward, LayerRunner.backward
+        differentiate = torch.autograd.backward
+        layer: Any = None  # whose backward pass runs
 
         def noted_isend(tensor, dst=None, group=None, tag=0, **kwargs):
             self._note(tensor, group, 1.0, dst, tag)
@@ -118,9 +120,14 @@ class Ledger:
             with self.during("forward"):
                 return forward(layer, *args)
 
-        def layer_backward(passes, layer, *args):
+        def layer_backward(runner, kind, of, *args):
+            nonlocal layer
+            layer = of
+            return backward(runner, kind, of, *args)
+
+        def autograd_backward(*args, **kwargs):
             with self.during("backward" if isinstance(layer, TransformerLayer) else self.phase):
-                return backward(passes, layer, *args)
+                return differentiate(*args, **kwargs)
 
         with contextlib.ExitStack() as stack:
             for module in (dist, distributed_c10d):  # P2POp compares with the second
@@ -131,7 +138,8 @@ class Ledger:
             for name in (ALL_GATHER, REDUCE_SCATTER, *others):
                 stack.enter_context(mock.patch.object(dist, name, refused))
             stack.enter_context(mock.patch.object(TransformerLayer, "forward", layer_forward))
-            stack.enter_context(mock.patch.object(LayerRunner, "_differentiate", layer_backward))
+            stack.enter_context(mock.patch.object(LayerRunner, "backward", layer_backward))
+            stack.enter_context(mock.patch.object(torch.autograd, "backward", autograd_backward))
             yield self
 
 

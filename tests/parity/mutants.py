@@ -86,7 +86,7 @@ the first positions embedded on every rank | documents tp2 sp
 = megatron/model/spec.py ParameterSpec.boxes
 key/value heads of another rank | gqa2-qknorm tp4 sp
     tp.axis.rank // sharing * extent => tp.axis.rank % tensor.shard.count(tp.size) * extent
-= megatron/training/passes.py read_micro_batch
+= megatron/training/step.py read_micro_batch
 samples of neighbouring data-parallel ranks overlap | gpt dp2 serial
     first + size * run.groups.dp.rank => first + run.groups.dp.rank
 = megatron/parallel/zero.py Zero._finish_reduction
@@ -100,8 +100,8 @@ reduced one micro-batch too early | documents tp2 dp2
     if often else count => if often else count - 1
 = megatron/training/step.py all_reduce_totals
 local instead of global token count | uneven tp2 dp2
-    own.unpack(all_reduce(own.vector, run.groups.world)) =>
-        own.unpack(all_reduce(own.vector, run.groups.world)) | {
+    return dict(zip(own, totals.split(sizes))) =>
+        return dict(zip(own, totals.split(sizes))) | {
         "valid_tokens": all_reduce(sums.valid_tokens.clone(), run.groups.tp) * run.groups.dp.size}
 = megatron/training/step.py update
 scaled by the data-parallel size | gpt dp2 serial
@@ -139,10 +139,10 @@ a gradient scaled on its way to the stage before | m5 pp2 1f1b
 a buffer for all messages, so that saved inputs go stale | m5 pp2 gpipe
     self.x = torch.empty(shape, dtype=dtype, device="cpu" if backend.on_host else device) =>
         self.x = Receiving.buffer = vars(Receiving).get("buffer", torch.empty(shape, dtype=dtype))
-= megatron/training/passes.py run_micro_batches
+= megatron/training/step.py read_micro_batch
 samples of another micro-batch on every stage | m5 pp2 1f1b
     first + index * run.global_micro_batch_size =>
-        first + (index + run.groups.pp.rank) % count * run.global_micro_batch_size
+        first + (index + run.groups.pp.rank) % len(valid_tokens) * run.global_micro_batch_size
 = megatron/parallel/pipeline.py Pipeline.backward
 weight gradients of another micro-batch | m5 pp2 zero-bubble
     dy, saved = step.input_of(action), step.saved.pop((stage, micro)) =>
@@ -255,7 +255,7 @@ rows of a cut tensor misnamed | dropout dp2 zero1
 = megatron/parallel/zero.py Zero._start_reduction
 a narrow reduction that is none | wire gpt dp2 zero2
     out, self.reduce_dtype, => out, None,
-= megatron/training/passes.py share_positions
+= megatron/training/step.py share_positions
 positions that count from 0 on each rank | llama cp2 p2p
     getattr(batch, name)[:, own] =>
         getattr(batch, name)[:, torch.arange(len(own)) if name == "position_ids" else own]
@@ -265,7 +265,7 @@ labels that are the next tokens of what the rank holds | gpt cp2 p2p
 each rank counts the valid tokens of the first positions | documents cp2 allgather
     getattr(batch, name)[:, own] =>
         getattr(batch, name)[:, torch.arange(len(own)) if name == "loss_mask" else own]
-= megatron/training/passes.py run_micro_batches
+= megatron/training/step.py run_micro_batches
 an objective multiplied by the context-parallel ranks | gpt cp2 p2p
     scale, recording => scale * run.groups.cp.size, recording
 = megatron/model/attention/context_parallel.py Places.of

@@ -175,7 +175,7 @@ def _reachable() -> list[Buffer]:
         elif kind is BlockState:
             buffers += [(f"{name} of {thing.block.name}", x) for name, x in thing.tensors.items()]
         elif kind is Graph:
-            nodes.append(thing.output.node)
+            nodes += [edge.node for edge in thing.edges]
     return [*buffers, *_kept_by_autograd(nodes), *others]
 
 

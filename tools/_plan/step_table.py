@@ -11,7 +11,7 @@ from megatron.tools._plan.step import StepModel, StepTime
 from megatron.tools._plan.verdict import judge, memory_verdict
 
 from megatron.config.groups import Config
-from megatron.model.arithmetic import iterations_for, samples_after
+from megatron.optimizer.lr_schedule import iterations_for, samples_after
 
 # of measured over predicted seconds where a device's file has no errors of its own
 UNKNOWN_BAND = (0.8, 1.25)

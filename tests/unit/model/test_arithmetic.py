@@ -14,14 +14,12 @@ from megatron.config.groups import Config, DataConfig, ModelConfig, OptimizerCon
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import (
     flops_per_iteration,
-    global_batch_size_at,
-    iterations_for,
     padded_vocab_size,
     parameter_count,
     peak_tflops,
-    samples_after,
     unit_parameters,
 )
+from megatron.optimizer.lr_schedule import global_batch_size_at, iterations_for, samples_after
 
 
 def resolved(seq_length: int = 2048, **model) -> ModelConfig:

@@ -10,8 +10,8 @@ import torch
 from distributed.pool import warm_context
 from megatron.tools._report.metric_names import METRICS
 
+from megatron.observe.events import Timers
 from megatron.observe.metrics import (
-    Timers,
     evaluation_metrics,
     is_measured,
     memory_metrics,

@@ -13,9 +13,8 @@ from megatron.config.groups import (
     PrecisionConfig,
     TrainingConfig,
 )
-from megatron.model.arithmetic import global_batch_size_at
 from megatron.model.gpt import GPTModel
-from megatron.optimizer.lr_schedule import ParamSchedule
+from megatron.optimizer.lr_schedule import ParamSchedule, global_batch_size_at
 from megatron.optimizer.optimizer import PIECE, Optimizer, sum_of_squares
 from megatron.optimizer.scaler import LossScaler
 from megatron.parallel.blocks import ALIGNMENT, build_blocks

@@ -245,7 +245,7 @@ def test_what_is_known_of_live_tensors(tmp_path):
     optimizer = Optimizer(build_run_blocks(config, model, cpu, groups), config)
     leaf = torch.ones(3, 1 << 18, requires_grad=True)
     product = leaf * leaf.detach().exp()
-    graph = Graph(leaf, get_gradient_edge(product), [])
+    graph = Graph(leaf, [get_gradient_edge(product)], [])
     del product
     with (
         # other tests of this process may have left larger tensors
