@@ -28,7 +28,6 @@ SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
 EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
 Weights = list[float | None]  # None: by tokens
-SAMPLES_AT_ONCE = 16  # whose tokens are held to count them
 MOCK_DOCUMENT = 100  # tokens, its end-of-document included
 
 
@@ -92,12 +91,10 @@ class Source:
         """Number of tokens of these samples that the loss counts."""
         if not self.eod_mask_loss:
             return count * self.seq_length
-        valid = 0
-        for first in range(first_sample, first_sample + count, SAMPLES_AT_ONCE):
-            stop = min(first + SAMPLES_AT_ONCE, first_sample + count)
-            windows = self.reader.windows(np.arange(first, stop, dtype=np.int64))
-            valid += int(np.count_nonzero(windows[:, :-1] != self.eod))
-        return valid
+        samples = np.arange(first_sample, first_sample + count, dtype=np.int64)
+        # one at a time, so that few tokens are held
+        windows = map(self.reader.windows, samples[:, None])
+        return sum(int(np.count_nonzero(each[:, :-1] != self.eod)) for each in windows)
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples first_sample .. first_sample + count - 1. Raises DataError for a token outside

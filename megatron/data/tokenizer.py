@@ -14,10 +14,10 @@ import hashlib
 import importlib
 import itertools
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 from megatron.config.errors import UserError
 from megatron.config.groups import DataConfig
 from megatron.config.input_files import InputError, open_regular, read_json
+from megatron.config.metadata import flag_name
 from megatron.config.validate import absent_tokenizer
 
 # The end of document is the first of these that the vocabulary has, where the tokenizer's own files
@@ -102,18 +103,9 @@ def build_tokenizer(config: DataConfig, include_special_tokens: bool = False) ->
             f"--tokenizer-hf-include-special-tokens has no effect with --tokenizer-type {kind}: "
             "remove it, or give --tokenizer-type HuggingFaceTokenizer"
         )
-    model_file = partial(_file, config.tokenizer_model, "--tokenizer-model", kind)
     if kind == "NullTokenizer":
         return _null(vocab_size)
-    if kind == "GPT2BPETokenizer":
-        vocab = _file(config.vocab_file, "--vocab-file", kind)
-        tokenizer = _gpt2(vocab, _file(config.merge_file, "--merge-file", kind))
-    elif kind == "TikTokenizer":
-        tokenizer = _tiktoken(model_file(), vocab_size)
-    elif kind == "HuggingFaceTokenizer":
-        tokenizer = _huggingface(model_file("tokenizer.json"), include_special_tokens)
-    else:
-        tokenizer = _sentencepiece(model_file())
+    tokenizer = _read(kind, config, include_special_tokens)
     ids = tokenizer.vocab_size
     if vocab_size is None or vocab_size == ids:
         return tokenizer
@@ -132,29 +124,44 @@ def build_tokenizer(config: DataConfig, include_special_tokens: bool = False) ->
     )
 
 
-def _file(value: str | None, flag: str, kind: str, inside: str | None = None) -> Path:
-    """The path a flag gives (or the file `inside` it, where it names a folder)."""
+def _read(kind: str, config: DataConfig, include_special_tokens: bool) -> Tokenizer:
+    """The tokenizer in the files of the flags."""
+    fields, what, read = FORMATS[kind]
+    paths = [_file(getattr(config, field), flag_name(field), kind) for field in fields]
+    options = {
+        "vocab_size": config.vocab_size,
+        "include_special_tokens": include_special_tokens,
+    }
+    try:
+        return read(*paths, **options)
+    except ImportError as error:
+        raise UserError(
+            f"--tokenizer-type: {kind} needs the package {error.name} ({error}): "
+            f"pip install {error.name}"
+        ) from None
+    except Exception as error:  # the libraries raise plain Exception
+        if isinstance(error, UserError) and not isinstance(error, InputError):
+            raise
+        files = ", ".join(f"{flag_name(field)} {path}" for field, path in zip(fields, paths))
+        raise UserError(f"{files}: not {what} ({error})") from None
+
+
+def _file(value: str | None, flag: str, kind: str) -> Path:
+    """The path that a flag gives, or the tokenizer.json in it."""
     if value is None:
         raise UserError(f"{flag} is missing: --tokenizer-type {kind} needs it")
-    path = Path(value) / inside if inside and os.path.isdir(value) else Path(value)
+    path = Path(value)
+    if kind == "HuggingFaceTokenizer" and path.is_dir():
+        path = path / "tokenizer.json"
+        if not os.path.lexists(path):
+            raise UserError(f"{flag} {value}: the folder holds no {path.name}")
     if not os.path.lexists(path):
-        if path != Path(value):
-            raise UserError(f"{flag} {value}: the folder holds no {inside}")
         raise UserError(f"{flag} {value}: {absent_tokenizer(flag, value)}")
     try:
         open_regular(path).close()
     except InputError as error:
         raise UserError(f"{flag} {value}: cannot be read: {error}") from None
     return path
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"--tokenizer-type: this one needs the package {name} ({error}): pip install {name}"
-        ) from None
 
 
 def _fingerprint(kind: str, *parts: Path | int) -> str:
@@ -170,8 +177,8 @@ def _joined(lists: list[list[int]]) -> Encoded:
     return ids, lengths
 
 
-def _eod(path: Path, find: Callable[[str], int | None], named: str | None = None) -> int:
-    for token in ((named,) if named else ()) + EOD_TOKENS:
+def _eod(path: Path, find: Callable[[str], int | None]) -> int:
+    for token in EOD_TOKENS:
         if (found := find(token)) is not None:
             return found
     raise UserError(
@@ -180,15 +187,13 @@ def _eod(path: Path, find: Callable[[str], int | None], named: str | None = None
     )
 
 
-def _sentencepiece(path: Path) -> Tokenizer:
-    """End of document: the model's own eos id, else by EOD_TOKENS."""
-    sentencepiece = _library("sentencepiece")
+# ---- one function for each library; what it raises is reported with the flags (`_read`)
 
-    model = sentencepiece.SentencePieceProcessor()
-    try:
-        model.LoadFromSerializedProto(path.read_bytes())
-    except RuntimeError as error:
-        raise UserError(f"--tokenizer-model {path}: not a SentencePiece model ({error})") from None
+
+def _sentencepiece(path: Path, **_: object) -> Tokenizer:
+    """End of document: the model's own eos id, else by EOD_TOKENS."""
+    model = importlib.import_module("sentencepiece").SentencePieceProcessor()
+    model.LoadFromSerializedProto(path.read_bytes())
 
     def find(token: str) -> int | None:
         found = model.PieceToId(token)
@@ -200,20 +205,15 @@ def _sentencepiece(path: Path) -> Tokenizer:
     return Tokenizer(name, model.GetPieceSize(), eod, digest, encode, model.Decode)
 
 
-def _huggingface(path: Path, include_special_tokens: bool) -> Tokenizer:
+def _huggingface(path: Path, include_special_tokens: bool, **_: object) -> Tokenizer:
     """End of document: eos_token of tokenizer_config.json, else by EOD_TOKENS."""
-    tokenizers = _library("tokenizers")
-
-    try:
-        model = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise UserError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
-    named = _named_eos(path.with_name("tokenizer_config.json"))
-    eod = _eod(path, model.token_to_id, named)
-    if named is not None and model.token_to_id(named) is None:
+    model = importlib.import_module("tokenizers").Tokenizer.from_file(str(path))
+    settings = path.with_name("tokenizer_config.json")
+    named = _named_eos(settings)
+    eod = _eod(path, model.token_to_id) if named is None else model.token_to_id(named)
+    if eod is None:
         raise UserError(
-            f"{path.with_name('tokenizer_config.json')}: its eos_token {named!r} is not in "
-            f"{path.name}: correct one of them"
+            f"{settings}: its eos_token {named!r} is not in {path.name}: correct one of them"
         )
     name, digest = f"HuggingFaceTokenizer {path.name}", _fingerprint("huggingface", path)
     return _from_tokenizers(name, model, eod, digest, include_special_tokens)
@@ -239,20 +239,12 @@ def _named_eos(settings: Path) -> str | None:
     return named
 
 
-def _gpt2(vocab: Path, merges: Path) -> Tokenizer:
+def _gpt2(vocab: Path, merges: Path, **_: object) -> Tokenizer:
     """End of document: `<|endoftext|>`."""
-    tokenizers = _library("tokenizers")
-
-    try:
-        model = tokenizers.ByteLevelBPETokenizer.from_file(str(vocab), str(merges))
-    except Exception as error:  # the library raises plain Exception
-        raise UserError(
-            f"--vocab-file {vocab}, --merge-file {merges}: not a GPT-2 BPE vocabulary and "
-            f"merges ({error})"
-        ) from None
-    inner, digest = model._tokenizer, _fingerprint("gpt2", vocab, merges)
-    eod = _eod(vocab, inner.token_to_id)
-    return _from_tokenizers(f"GPT2BPETokenizer {vocab.name}", inner, eod, digest)
+    library = importlib.import_module("tokenizers")
+    model = library.ByteLevelBPETokenizer.from_file(str(vocab), str(merges))._tokenizer
+    name, digest = f"GPT2BPETokenizer {vocab.name}", _fingerprint("gpt2", vocab, merges)
+    return _from_tokenizers(name, model, _eod(vocab, model.token_to_id), digest)
 
 
 def _from_tokenizers(
@@ -276,97 +268,96 @@ def _from_tokenizers(
     return Tokenizer(name, max(ids) + 1, eod, fingerprint, encode, decode)
 
 
-def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
+def _tiktoken(path: Path, vocab_size: int | None, **_: object) -> Tokenizer:
     """A .tiktoken file under its published name (end of document: `<|endoftext|>`), Llama 3's
     tokenizer.model (`<|end_of_text|>`), or Megatron's JSON (`</s>`; cut to --vocab-size).
     """
-    tiktoken = _library("tiktoken")
-
-    try:
-        if path.suffix == ".json":
-            ranks = _megatron_ranks(read_json(path, list), vocab_size or MEGATRON_VOCAB)
-            pattern = MEGATRON_PATTERN
-            special = {token: k for k, token in enumerate(MEGATRON_SPECIAL)}
-            eod = 2
-        elif path.suffix == ".model":
-            ranks, pattern = _published_ranks(path.read_bytes(), None), CL100K_PATTERN
-            special = {token: len(ranks) + k for k, token in enumerate(LLAMA3_SPECIAL)}
-            eod = special["<|end_of_text|>"]
-        else:
-            if path.stem not in TIKTOKEN_FILES:
-                raise InputError(
-                    "does not define how text is split; keep its published name: "
-                    f"{', '.join(TIKTOKEN_FILES)}, or tokenizer.model (Llama 3)"
-                )
-            pattern, eod = TIKTOKEN_FILES[path.stem]
-            ranks = _published_ranks(path.read_bytes(), eod)
-            special = {"<|endoftext|>": eod}
-        model = tiktoken.Encoding(
-            path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+    if path.suffix == ".json":
+        ranks = _megatron_ranks(read_json(path, list), vocab_size or MEGATRON_VOCAB)
+        pattern, eod = MEGATRON_PATTERN, 2
+        special = {token: k for k, token in enumerate(MEGATRON_SPECIAL)}
+    elif path.suffix == ".model":
+        ranks, pattern = _published_ranks(path), CL100K_PATTERN
+        special = {token: len(ranks) + k for k, token in enumerate(LLAMA3_SPECIAL)}
+        eod = special["<|end_of_text|>"]
+    elif path.stem in TIKTOKEN_FILES:
+        pattern, eod = TIKTOKEN_FILES[path.stem]
+        ranks, special = _published_ranks(path, eod), {"<|endoftext|>": eod}
+    else:
+        raise InputError(
+            "does not define how text is split; keep its published name: "
+            f"{', '.join(TIKTOKEN_FILES)}, or tokenizer.model (Llama 3)"
         )
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--tokenizer-model {path}: not a tiktoken vocabulary that can be used ({error})"
-        ) from None
+    model = importlib.import_module("tiktoken").Encoding(
+        path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+    )
     encode = lambda texts: _joined(model.encode_ordinary_batch(texts, num_threads=1))  # noqa: E731
     name, digest = f"TikTokenizer {path.name}", _fingerprint("tiktoken", path, model.n_vocab)
     return Tokenizer(name, model.n_vocab, eod, digest, encode, model.decode)
 
 
-def _published_ranks(raw: bytes, eod: int | None) -> dict[bytes, int]:
-    """Token -> rank of a .tiktoken file: ranks from 0 on, without a hole but that of an end of
-    document `eod` inside of them. Raises ValueError.
+def _published_ranks(path: Path, eod: int | None = None) -> dict[bytes, int]:
+    """Token -> rank of a .tiktoken file, a token and its rank in each line. An end of document
+    `eod` among the ranks is left out.
     """
-    rows: list[tuple[str, Any, Any]] = []
-    for number, line in enumerate(raw.splitlines(), 1):
-        if line:
-            match = re.fullmatch(rb"(\S+) (\d{1,9})", line)
-            token, rank = match.groups() if match else (None, None)
-            rows.append((f"line {number}", token, rank))
-    expected = [rank for rank in range(len(rows) + 1) if rank != eod]
-    return _checked_ranks(rows, expected[: len(rows)])
+    lines = path.read_bytes().splitlines()
+    return _checked_ranks("line", lines, bytes.split, eod)
 
 
 def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
-    """Token -> id of the entries of Megatron's JSON, the k-th of which has rank k, cut to a
-    vocabulary. Raises ValueError.
-    """
+    """Token -> id of the entries of Megatron's JSON, cut to a vocabulary."""
     first = len(MEGATRON_SPECIAL)
     size = vocab_size - first
     if size < 256:
         raise InputError(
             f"a vocabulary of {vocab_size} is too small for {first} special tokens and 256 bytes"
         )
-    rows = []
-    for number, entry in enumerate(entries[:size]):
-        known = entry if isinstance(entry, dict) else {}
-        rank = known.get("rank")
-        rank = first + rank if type(rank) is int else None
-        rows.append((f"entry {number}", known.get("token_bytes"), rank))
-    return _checked_ranks(rows, range(first, first + len(rows)))
+    ranks = _checked_ranks("entry", entries[:size], itemgetter("token_bytes", "rank"))
+    return {token: first + rank for token, rank in ranks.items()}
 
 
 def _checked_ranks(
-    rows: Sequence[tuple[str, Any, Any]], expected: Sequence[int]
+    unit: str, rows: Iterable[Any], read: Callable[[Any], Any], eod: int | None = None
 ) -> dict[bytes, int]:
-    """Token -> rank of rows (where it is, token in base64, rank). Raises InputError unless the
-    tokens have the expected ranks, each once, and every single byte is a token.
+    """Token -> rank of rows, each of a token in base64 and its rank. Raises InputError unless the
+    ranks count up from 0 without `eod`, each once, and every single byte is a token.
     """
     ranks: dict[bytes, int] = {}
-    for where, text, rank in rows:
-        token = base64.b64decode(text, validate=True) if isinstance(text, str | bytes) else b""
-        if not token or token in ranks or rank is None:
-            raise InputError(f"{where} is not a new token in base64 and its rank")
-        ranks[token] = int(rank)
-    for rank, right in zip(sorted(ranks.values()), expected, strict=True):
+    for number, row in enumerate(rows, 1):
+        if not row:
+            continue
+        try:
+            text, rank = read(row)
+            token = base64.b64decode(text, validate=True)
+            is_new = bool(token) and token not in ranks
+            ranks[token] = int(rank)
+        except (KeyError, TypeError, ValueError):
+            is_new = False
+        if not is_new:
+            raise InputError(f"{unit} {number} is not a new token in base64 and its rank")
+    expected = (rank for rank in itertools.count() if rank != eod)
+    for rank, right in zip(sorted(ranks.values()), expected):
         if rank != right:
-            raise InputError(f"rank {min(rank, right)} is missing or given twice")
+            raise InputError(f"rank {right} is missing, or another one is given twice")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise InputError(
             f"the single byte {missing[0]} has no token, so that some texts could not be encoded"
         )
     return ranks
+
+
+# --tokenizer-type: fields with its files, what they must be, and how they are read
+FORMATS: dict[str, tuple[tuple[str, ...], str, Callable[..., Tokenizer]]] = {
+    "SentencePieceTokenizer": (("tokenizer_model",), "a SentencePiece model", _sentencepiece),
+    "HuggingFaceTokenizer": (("tokenizer_model",), "a tokenizer.json", _huggingface),
+    "GPT2BPETokenizer": (
+        ("vocab_file", "merge_file"),
+        "a GPT-2 BPE vocabulary and merges",
+        _gpt2,
+    ),
+    "TikTokenizer": (("tokenizer_model",), "a tiktoken vocabulary that can be used", _tiktoken),
+}
 
 
 def _null(vocab_size: int | None) -> Tokenizer:

@@ -9,7 +9,7 @@ gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -29,6 +29,11 @@ ALL_GATHER, REDUCE_SCATTER = (
     if hasattr(dist, "all_gather_single")
     else ("all_gather_into_tensor", "reduce_scatter_tensor")
 )
+NATIVE = {
+    "all-gather": ALL_GATHER,
+    "reduce-scatter": REDUCE_SCATTER,
+    "all-to-all": "all_to_all_single",
+}
 # bytes of the first exchange of `gather_bytes`: enough for most of what checkpoints exchange
 MESSAGE = 1024
 UNRECORDED: AbstractContextManager[Any] = nullcontext()
@@ -68,27 +73,40 @@ def _waiting(operation: str, axis: Axis) -> AbstractContextManager[None]:
 
 
 class Works:
-    """torch's handles of a collective, and what remains to be done when they are complete; `of` is
-    the operation and its axis.
+    """torch's handles of a collective, of which `of` is the operation and the axis. `held` lives
+    until it is complete.
     """
 
     def __init__(
         self,
         works: list[Any],
         result: Tensor,
-        finish: Callable[[], object] = lambda: None,
         of: tuple[str, Axis] | None = None,
+        held: Tensor | None = None,
     ):
-        self.works, self.result, self.finish, self.of = works, result, finish, of
+        self.works, self.result, self.of, self.held = works, result, of, held
 
     def wait(self) -> Tensor:
         if self.works:
             with _waiting(*self.of):
                 for work in self.works:
                     work.wait()
-        self.finish()
-        self.works, self.finish = [], lambda: None
+        self.works, self.held = [], None
         return self.result
+
+
+class Copied:
+    """A collective whose result is copied to `out`: from the host, or from the dtype of its sum."""
+
+    def __init__(self, handle: Handle, out: Tensor):
+        self.handle: Handle | None = handle
+        self.out = out
+
+    def wait(self) -> Tensor:
+        if self.handle is not None:
+            self.out.copy_(self.handle.wait())
+            self.handle = None
+        return self.out
 
 
 class Backend:
@@ -101,19 +119,17 @@ class Backend:
     def all_reduce(self, x: Tensor, axis: Axis, op: Any) -> Handle:
         with named("all-reduce", axis.dimension):
             work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
-        return Works([work], x, of=("all-reduce", axis))
+        return Works([work], x, ("all-reduce", axis))
 
-    def all_gather(self, x: Tensor, axis: Axis, out: Tensor | None) -> Handle:
-        out = _gathered(x, axis) if out is None else out
-        return _start_native(ALL_GATHER, "all-gather", out, x, axis)
+    def all_gather(self, x: Tensor, out: Tensor, axis: Axis) -> Handle:
+        return _start_native("all-gather", x, out, axis)
 
-    def all_to_all_rows(self, x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Handle:
-        out = x.new_empty((sum(receive), *x.shape[1:]))
-        splits = receive, send
-        return _start_native("all_to_all_single", "all-to-all", out, x, axis, splits=splits)
+    def all_to_all_rows(
+        self, x: Tensor, out: Tensor, axis: Axis, send: list[int], receive: list[int]
+    ) -> Handle:
+        return _start_native("all-to-all", x, out, axis, receive, send)
 
-    def ring_hop(self, x: Tensor, axis: Axis) -> Handle:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    def ring_hop(self, x: Tensor, out: Tensor, axis: Axis) -> Handle:
         x = x.contiguous()
         to, source = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
         # in one batch: otherwise NCCL would start one when the other has ended, on every rank
@@ -123,18 +139,15 @@ class Backend:
         ]
         with _waiting("hop", axis):
             works = dist.batch_isend_irecv(hop)
-        return Works(works, out, finish=lambda: x.numel(), of=("hop", axis))  # which keeps x
+        return Works(works, out, ("hop", axis), held=x)
 
     def reduce_scatter(
-        self, x: Tensor, axis: Axis, out: Tensor | None, reduce_dtype: torch.dtype, workspace: int
+        self, x: Tensor, out: Tensor, axis: Axis, reduce_dtype: torch.dtype, workspace: int
     ) -> Handle:
-        own = own_part(x, axis)
-        out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
         if reduce_dtype == x.dtype:
-            return _start_native(REDUCE_SCATTER, "reduce-scatter", out, x, axis)
-        narrow = torch.empty_like(own, dtype=reduce_dtype)  # NCCL adds in the dtype that it sends
-        x = x.to(reduce_dtype)
-        return _start_native(REDUCE_SCATTER, "reduce-scatter", out, x, axis, narrow)
+            return _start_native("reduce-scatter", x, out, axis)
+        total = torch.empty_like(out, dtype=reduce_dtype)  # NCCL adds in the dtype that it sends
+        return Copied(_start_native("reduce-scatter", x.to(reduce_dtype), total, axis), out)
 
     def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> Any:
         with named("send", "pp"):
@@ -145,80 +158,38 @@ class Backend:
             return dist.irecv(x, src=axis.ranks[source], group=axis.group, tag=tag)
 
 
-def _start_native(
-    operation: str,
-    of: str,
-    out: Tensor,
-    x: Tensor,
-    axis: Axis,
-    buffer: Tensor | None = None,
-    splits: tuple[list[int], list[int]] | tuple[()] = (),
-) -> Works:
-    """The library's collective into `out`, by way of `buffer` where one is given."""
-    with named(of, axis.dimension):
-        work = getattr(dist, operation)(
-            out if buffer is None else buffer,
-            x.contiguous(),
-            *splits,
-            group=axis.group,
-            async_op=True,
+def _start_native(operation: str, x: Tensor, out: Tensor, axis: Axis, *splits: list[int]) -> Works:
+    """The library's collective of x into `out`."""
+    with named(operation, axis.dimension):
+        work = getattr(dist, NATIVE[operation])(
+            out, x.contiguous(), *splits, group=axis.group, async_op=True
         )
-    finish = (lambda: None) if buffer is None else lambda: out.copy_(buffer)
-    return Works([work], out, finish, of=(of, axis))
+    return Works([work], out, (operation, axis))
 
 
 class Gloo(Backend):
-    """Sends and receives between pairs of ranks; tensors of a GPU go through the host."""
+    """Sends and receives between pairs of ranks."""
 
     on_host = True
 
-    def all_gather(self, x: Tensor, axis: Axis, out: Tensor | None) -> Handle:
-        if x.is_cuda:
-            return _ThroughHost(self.all_gather(x.cpu(), axis, None), x.device, out)
-        out = _gathered(x, axis) if out is None else out
-        x, parts = x.contiguous(), out.chunk(axis.size)
-        works = _swap("all-gather", axis, [x] * axis.size, parts)
-        if parts[axis.rank].data_ptr() != x.data_ptr():
-            parts[axis.rank].copy_(x)
-        return Works(works, out, of=("all-gather", axis))
+    def all_gather(self, x: Tensor, out: Tensor, axis: Axis) -> Handle:
+        x = x.contiguous()
+        works = _swap("all-gather", [x] * axis.size, out.chunk(axis.size), axis)
+        return Works(works, out, ("all-gather", axis))
 
-    def all_to_all_rows(self, x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Handle:
-        if x.is_cuda:
-            return _ThroughHost(self.all_to_all_rows(x.cpu(), send, receive, axis), x.device)
-        out = x.new_empty((sum(receive), *x.shape[1:]))
-        sent, received = x.contiguous().split(send), out.split(receive)
-        works = _swap("all-to-all", axis, sent, received)
-        received[axis.rank].copy_(sent[axis.rank])
-        return Works(works, out, of=("all-to-all", axis))
-
-    def ring_hop(self, x: Tensor, axis: Axis) -> Handle:
-        if x.is_cuda:
-            return _ThroughHost(self.ring_hop(x.cpu(), axis), x.device)
-        return super().ring_hop(x, axis)
+    def all_to_all_rows(
+        self, x: Tensor, out: Tensor, axis: Axis, send: list[int], receive: list[int]
+    ) -> Handle:
+        works = _swap("all-to-all", x.contiguous().split(send), out.split(receive), axis)
+        return Works(works, out, ("all-to-all", axis))
 
     def reduce_scatter(
-        self, x: Tensor, axis: Axis, out: Tensor | None, reduce_dtype: torch.dtype, workspace: int
+        self, x: Tensor, out: Tensor, axis: Axis, reduce_dtype: torch.dtype, workspace: int
     ) -> Handle:
-        if x.is_cuda:
-            reduced = self.reduce_scatter(x.cpu(), axis, None, reduce_dtype, workspace)
-            return _ThroughHost(reduced, x.device, out)
-        own = own_part(x, axis)
-        out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
-        return _GlooReduceScatter(x, axis, out, reduce_dtype, workspace)
+        return _GlooReduceScatter(x, out, axis, reduce_dtype, workspace)
 
 
-class _ThroughHost:
-    """A collective on a host copy of a GPU tensor."""
-
-    def __init__(self, host: Handle, device: torch.device, out: Tensor | None = None):
-        self.host, self.device, self.out = host, device, out
-
-    def wait(self) -> Tensor:
-        result = self.host.wait()
-        return result.to(self.device) if self.out is None else self.out.copy_(result)
-
-
-NATIVE, GLOO = Backend(), Gloo()
+NCCL, GLOO = Backend(), Gloo()
 
 
 def is_gloo(axis: Axis) -> bool:
@@ -230,7 +201,7 @@ def backend_of(axis: Axis) -> Backend:
     """What starts the collectives of an axis of two or more ranks."""
     if isinstance(axis.group, Backend):
         return axis.group
-    return GLOO if is_gloo(axis) else NATIVE
+    return GLOO if is_gloo(axis) else NCCL
 
 
 def own_part(x: Tensor, axis: Axis) -> Tensor:
@@ -239,24 +210,25 @@ def own_part(x: Tensor, axis: Axis) -> Tensor:
     return x.narrow(0, axis.rank * length, length)
 
 
-def _gathered(x: Tensor, axis: Axis) -> Tensor:
-    return x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-
-
-def _swap(what: str, axis: Axis, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
+def _swap(
+    operation: str, sent: Sequence[Tensor], received: Sequence[Tensor], axis: Axis
+) -> list[Any]:
     """Send part i to rank i, and receive the part of rank i for this one: torch's handles. Empty
-    parts are not sent.
+    parts are not sent; this rank's part is copied where it is not in place.
     """
     works = []
-    with _waiting(what, axis):  # a connection that was lost is found here
+    with _waiting(operation, axis):  # a connection that was lost is found here
         # each rank begins with its neighbour, so that they do not all begin with the same one
         for step in range(1, axis.size):
             to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
             if received[source].numel():
-                group, src = axis.group, axis.ranks[source]
-                works.append(dist.irecv(received[source], src=src, group=group))
+                src = axis.ranks[source]
+                works.append(dist.irecv(received[source], src=src, group=axis.group))
             if sent[to].numel():
                 works.append(dist.isend(sent[to], dst=axis.ranks[to], group=axis.group))
+    ours, here = sent[axis.rank], received[axis.rank]
+    if here.data_ptr() != ours.data_ptr():
+        here.copy_(ours)
     return works
 
 
@@ -266,49 +238,46 @@ class _GlooReduceScatter:
     """
 
     def __init__(
-        self, x: Tensor, axis: Axis, out: Tensor, reduce_dtype: torch.dtype, workspace: int
+        self, x: Tensor, out: Tensor, axis: Axis, reduce_dtype: torch.dtype, workspace: int
     ):
-        self.axis, self.result, self.out = axis, out, out.view(-1)
-        self.reduce_dtype = reduce_dtype
+        self.axis, self.out, self.reduce_dtype = axis, out, reduce_dtype
         self.parts = [part.reshape(-1) for part in x.contiguous().chunk(axis.size)]
+        self.others = [rank for rank in range(axis.size) if rank != axis.rank]
         elements = self.parts[0].numel()
         step = round_elements(elements, axis.size, x.dtype, reduce_dtype, workspace)
-        self.rounds = [(start, min(start + step, elements)) for start in range(0, elements, step)]
-        self.in_flight: list[tuple[tuple[int, int], dict[int, Tensor], list[Any]]] = []
-        with _waiting("reduce-scatter", axis):
-            self._start_round()
-            self._start_round()
+        self.rounds = [slice(start, start + step) for start in range(0, elements, step)]
+        self.in_flight: list[tuple[slice, list[Tensor], list[Tensor], list[Any]]] = []
+        self._start_round()
+        self._start_round()
 
     def _start_round(self) -> None:
         if not self.rounds:
             return
-        (start, stop), axis = self.rounds.pop(0), self.axis
-        works, received, sent = [], {}, []
-        for step in range(1, axis.size):
-            to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            received[source] = torch.empty(stop - start, dtype=self.reduce_dtype)
-            works.append(dist.irecv(received[source], src=axis.ranks[source], group=axis.group))
-            sent.append(self.parts[to][start:stop].to(self.reduce_dtype))
-            works.append(dist.isend(sent[-1], dst=axis.ranks[to], group=axis.group))
-        self.in_flight.append(((start, stop), received, [works, sent]))
+        rows = self.rounds.pop(0)
+        sent, received = ([part[rows] for part in self.parts] for _ in range(2))
+        for rank in self.others:
+            sent[rank] = sent[rank].to(self.reduce_dtype)
+            received[rank] = torch.empty_like(sent[rank])
+        works = _swap("reduce-scatter", sent, received, self.axis)
+        self.in_flight.append((rows, received, sent, works))
 
     def wait(self) -> Tensor:
         with _waiting("reduce-scatter", self.axis):
-            self._sum_up()
-        return self.result
+            while self.in_flight:
+                self._finish_round()  # frees its tensors for the next
+                self._start_round()
+        return self.out
 
-    def _sum_up(self) -> None:
-        while self.in_flight:
-            (start, stop), received, (works, sent) = self.in_flight.pop(0)
-            for work in works:
-                work.wait()
-            received[self.axis.rank] = self.parts[self.axis.rank][start:stop].to(self.reduce_dtype)
-            _add_in_rank_order(received, self.axis, self.out[start:stop])
-            del received, works, sent  # freed for the next round
-            self._start_round()
+    def _finish_round(self) -> None:
+        rows, received, _, works = self.in_flight.pop(0)
+        for work in works:
+            work.wait()
+        own = self.axis.rank
+        received[own] = received[own].to(self.reduce_dtype)
+        _add_in_rank_order(received, self.axis, self.out.view(-1)[rows])
 
 
-def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> None:
+def _add_in_rank_order(parts: list[Tensor], axis: Axis, out: Tensor) -> None:
     """The sum of one part from each rank into `out`, in fp32 or wider. `out` may be this rank's
     part; the others are overwritten.
     """
@@ -316,12 +285,12 @@ def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> Non
     in_place = out.data_ptr() == parts[axis.rank].data_ptr()
     # this rank's part is read before it is overwritten
     if out.dtype == wide == parts[0].dtype and (axis.rank < 2 or not in_place):
-        total, rest = out, range(2, axis.size)
+        total, rest = out, parts[2:]
         torch.add(parts[0], parts[1], out=out)
     else:
-        total, rest = parts[0].to(wide, copy=axis.rank == 0), range(1, axis.size)
-    for rank in rest:
-        total.add_(parts[rank])
+        total, rest = parts[0].to(wide, copy=axis.rank == 0), parts[1:]
+    for part in rest:
+        total.add_(part)
     if total is not out:
         out.copy_(total)
 
@@ -344,6 +313,17 @@ def round_elements(
 # ---- collectives that are awaited later
 
 
+def _start(operation: str, x: Tensor, out: Tensor, axis: Axis, *settings: Any) -> Handle:
+    """Start the backend's collective of x into `out`, on Gloo with copies on the host of tensors of
+    a GPU.
+    """
+    backend = backend_of(axis)
+    start = getattr(backend, operation)
+    if x.is_cuda and backend.on_host:
+        return Copied(start(x.cpu(), torch.empty_like(out, device="cpu"), axis, *settings), out)
+    return start(x, out, axis, *settings)
+
+
 def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Handle:
     """The sum of x over the axis, or what `op` makes of it, in place."""
     return Works([], x) if axis.size == 1 else backend_of(axis).all_reduce(x, axis, op)
@@ -355,7 +335,8 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
     """
     if axis.size == 1:
         return Works([], x if out is None else out)
-    return backend_of(axis).all_gather(x, axis, out)
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
+    return _start("all_gather", x, out, axis)
 
 
 def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
@@ -370,12 +351,13 @@ def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: 
     """
     if axis.size == 1:
         return Works([], x)
-    return backend_of(axis).all_to_all_rows(x, send, receive, axis)
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    return _start("all_to_all_rows", x, out, axis, send, receive)
 
 
 def start_ring_hop(x: Tensor, axis: Axis) -> Handle:
     """Send x to the next rank of the axis, and receive as much from the one before."""
-    return backend_of(axis).ring_hop(x, axis)
+    return _start("ring_hop", x, _empty_like(x), axis)
 
 
 def start_reduce_scatter(
@@ -394,9 +376,14 @@ def start_reduce_scatter(
     """
     if axis.size == 1:
         return Works([], x if out is None else out)
+    out = _empty_like(own_part(x, axis)) if out is None else out
     reduce_dtype = reduce_dtype or x.dtype
     workspace = x.numel() * reduce_dtype.itemsize // 2 if workspace is None else workspace
-    return backend_of(axis).reduce_scatter(x, axis, out, reduce_dtype, workspace)
+    return _start("reduce_scatter", x, out, axis, reduce_dtype, workspace)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -492,12 +479,12 @@ def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
     """
     if axis.size == 1:
         return [data]
-    device = torch.device("cpu") if is_gloo(axis) else device
-    first = (len(data).to_bytes(8, "little") + data)[:MESSAGE]
-    rows = _all_gather_few(first, MESSAGE, axis, device)
+    message = len(data).to_bytes(8, "little") + data
+    rows = _all_gather_few(message[:MESSAGE], MESSAGE, axis, device)
     sizes = [8 + int.from_bytes(row[:8], "little") for row in rows]
-    if max(sizes) > MESSAGE:
-        rests = _all_gather_few(data[MESSAGE - 8 :], max(sizes) - MESSAGE, axis, device)
+    more = max(sizes) - MESSAGE
+    if more > 0:
+        rests = _all_gather_few(message[MESSAGE:], more, axis, device)
         rows = [row + rest for row, rest in zip(rows, rests)]
     return [row[8:size] for row, size in zip(rows, sizes)]
 
@@ -506,24 +493,29 @@ def _all_gather_few(data: bytes, size: int, axis: Axis, device: torch.device) ->
     """Every rank's bytes, padded to `size`, by the library's all-gather: for a few bytes over Gloo
     it takes 0.1 ms, where sends and receives take 4.
     """
-    own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+    own = _tensor_of(data.ljust(size, b"\0"), axis, device)
     rows = [torch.empty_like(own) for _ in axis.ranks]
     with _waiting("exchange of messages", axis):
         dist.all_gather(rows, own, group=axis.group)
-    return [bytes(row.numpy()) for row in torch.stack(rows).cpu()]
+    return [row.numpy().tobytes() for row in torch.stack(rows).cpu()]
 
 
 def broadcast_bytes(data: bytes, axis: Axis, device: torch.device) -> bytes:
     """The first rank's bytes (of any length), on every rank of the axis."""
     if axis.size == 1:
         return data
-    device = torch.device("cpu") if is_gloo(axis) else device
     with _waiting("broadcast", axis):
-        size = torch.tensor([len(data)], device=device)
+        size = _tensor_of(len(data).to_bytes(8, "little"), axis, device)
         dist.broadcast(size, axis.ranks[0], group=axis.group)
-        own = torch.empty(int(size), dtype=torch.uint8, device=device)
-        if axis.rank == 0 and data:
-            own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        if len(own):
-            dist.broadcast(own, axis.ranks[0], group=axis.group)
-        return own.cpu().numpy().tobytes()
+        length = int.from_bytes(size.cpu().numpy().tobytes(), "little")
+        if length == 0:
+            return b""
+        sent = _tensor_of(data if axis.rank == 0 else bytes(length), axis, device)
+        dist.broadcast(sent, axis.ranks[0], group=axis.group)
+        return sent.cpu().numpy().tobytes()
+
+
+def _tensor_of(data: bytes, axis: Axis, device: torch.device) -> Tensor:
+    """Bytes as a tensor, where the axis communicates."""
+    content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return content if is_gloo(axis) else content.to(device)

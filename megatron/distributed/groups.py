@@ -13,10 +13,13 @@ ep [0 1 2 3], edp [0 4].
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron.config.derive import attention_ranks, data_parallel_size, expert_ranks
 from megatron.config.groups import Config
@@ -28,11 +31,7 @@ Ranks = tuple[int, ...]
 # of the names of axes that are no dimensions of the grid themselves
 DIMENSIONS = {
     **dict.fromkeys(("replicas", "shard", "shard_gather", "same_shard"), "dp"),
-    **dict.fromkeys(
-        ("expert_replicas", "expert_shard", "expert_shard_gather", "expert_same_shard"), "dp"
-    ),
-    "tp_cp": "cp",
-    **dict.fromkeys(("cp_heads", "cp_ring"), "cp"),
+    **dict.fromkeys(("tp_cp", "cp_heads", "cp_ring"), "cp"),
     **dict.fromkeys(("channel", "tied"), "pp"),
     "kv": "tp",
 }
@@ -56,46 +55,52 @@ class Layout:
     def world(self) -> int:
         return self.tp * self.cp * self.dp * self.pp
 
+    @property
+    def sizes(self) -> list[int]:
+        """Of the axes in `order`."""
+        return [getattr(self, axis) for axis in self.order]
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of a rank on each axis."""
-        at = {}
-        for axis in reversed(self.order):
-            rank, at[axis] = divmod(rank, getattr(self, axis))
-        return at
+        return dict(zip(self.order, map(int, np.unravel_index(rank, self.sizes))))
 
     def rank(self, at: dict[str, int]) -> int:
         """The rank at these coordinates."""
-        rank = 0
-        for axis in self.order:
-            rank = rank * getattr(self, axis) + at[axis]
-        return rank
+        return int(np.ravel_multi_index([at[axis] for axis in self.order], self.sizes))
 
-    @lru_cache
-    def offsets(self, *axes: str) -> tuple[int, ...]:
-        """What moving along `axes` adds to a rank's number, ascending from 0."""
-        numbers = [0]
-        for axis in self.order:
-            if axis in axes:
-                stride = self.rank({name: int(name == axis) for name in self.order})
-                size = getattr(self, axis)
-                numbers = [number + stride * i for number in numbers for i in range(size)]
-        return tuple(numbers)
+    def lines(self, axes: tuple[str, ...], rank: int | None = None) -> list[Ranks]:
+        """The ranks that differ only in `axes`, ascending: all such lines, or that of one rank."""
+        inside = [place for place, axis in enumerate(self.order) if axis in axes]
+        grid = np.arange(self.world).reshape(self.sizes)
+        grid = np.moveaxis(grid, inside, range(-len(inside), 0))
+        lines = grid.reshape(-1, math.prod(grid.shape[-len(inside) :]))
+        if rank is not None:
+            lines = lines[(lines == rank).any(axis=1)]
+        return list(map(tuple, lines.tolist()))
 
-    def group_of(self, rank: int, *axes: str) -> Ranks:
-        """The ranks that differ from `rank` only in `axes`, ascending."""
-        at = self.coordinates(rank)
-        return self._group_from(self.rank({**at, **dict.fromkeys(axes, 0)}), *axes)
 
-    @lru_cache
-    def _group_from(self, first: int, *axes: str) -> Ranks:
-        return tuple(first + offset for offset in self.offsets(*axes))
+class Partition(NamedTuple):
+    """A way to form groups: `size` ranks each, `stride` apart in a line of ranks that differ only
+    in `axes`. A rank that is in no full group is in none.
+    """
 
-    @lru_cache
-    def partition(self, *axes: str) -> tuple[Ranks, ...]:
-        """All groups of ranks that differ only in `axes`, each in ascending order."""
-        others = [axis for axis in self.order if axis not in axes]
-        inside = self.offsets(*axes)
-        return tuple(tuple(first + offset for offset in inside) for first in self.offsets(*others))
+    axes: tuple[str, ...]
+    size: int
+    stride: int = 1
+
+    def groups(self, layout: Layout, rank: int | None = None) -> list[Ranks]:
+        """All groups, or only that of one rank."""
+        strided = [
+            line[start :: self.stride]
+            for line in layout.lines(self.axes, rank)
+            for start in range(self.stride)
+        ]
+        parts = [
+            ranks[first : first + self.size]
+            for ranks in strided
+            for first in range(0, len(ranks), self.size)
+        ]
+        return [part for part in parts if len(part) == self.size and (rank is None or rank in part)]
 
 
 @dataclass(frozen=True)
@@ -116,10 +121,13 @@ class Axis:
     @property
     def dimension(self) -> str:
         """The axis of the grid that its ranks lie on, as traces name it."""
-        return DIMENSIONS.get(self.name, self.name)
+        name = self.name.removeprefix("expert_")
+        return DIMENSIONS.get(name, name)
 
 
 ALONE = Axis("alone")
+# of Groups, in the order of its fields
+NAMES = "world tp cp cp_heads cp_ring dp pp tp_cp etp ep kv tied".split()
 
 
 @dataclass(frozen=True)
@@ -189,13 +197,11 @@ def _channel(size: int, source: int, to: int) -> int:
     """Neighbouring links alternate between two channels each way (around an odd ring the last one
     has a third); two ranks have one each way.
     """
-    assert (to - source) % size in (1, size - 1), (
-        f"pipeline ranks {source} and {to} (of {size}) are not adjacent"
-    )
-    up = (to - source) % size == 1
-    link = source if up else to
+    step = (to - source) % size
+    assert step in (1, size - 1), f"pipeline ranks {source} and {to} (of {size}) are not adjacent"
+    link = source if step == 1 else to
     colour = 2 if size % 2 and link == size - 1 else link % 2
-    return colour if up or size == 2 else colour + (3 if size % 2 else 2)
+    return colour if step == 1 else colour + channel_count(size) // 2
 
 
 def channel_count(size: int) -> int:
@@ -227,57 +233,69 @@ def build_groups(
     replicas over which ZeRO shards (None: all). `cp_heads` neighbours of cp exchange heads,
     `cp_ring` such groups make a ring. `experts`: layers have experts.
     """
-    shard = shard or layout.dp * layout.cp
-    assert 0 <= rank < layout.world and layout.dp * layout.cp % shard == 0
+    replicas = layout.dp * layout.cp
+    shard = shard or replicas
+    assert 0 <= rank < layout.world and replicas % shard == 0
     assert cp_heads * cp_ring in (1, layout.cp)
+
     # tp ranks hold the same key/value head where there are fewer heads than ranks
     share = max(1, layout.tp // (kv_heads or layout.tp))
     partitions = _dense_partitions(layout, share, tied, shard, cp_heads, cp_ring)
     if experts:
         partitions |= _expert_partitions(layout, shard)
-
-    make = _GroupMaker(rank, new_group, own_only)
-    axes = make.axes(partitions)
-    dense = make.buffer_groups("", axes, partitions)
-    buffers = {"dense": dense}
+    groups = {
+        name: partition.groups(layout, rank if own_only else None)
+        for name, partition in partitions.items()
+    }
+    make = partial(_make_axes, rank, new_group)
+    found = make(groups)
+    # on separate process groups
+    found |= make({"shard_gather": groups["shard"]})
     if experts:
-        buffers["expert"] = make.buffer_groups("expert_", axes, partitions)
-        buffers["state"] = BufferGroups(dense.replicas, ALONE, ALONE, dense.replicas)
-    else:
-        axes |= {"tp_cp": ALONE, "etp": ALONE, "ep": ALONE}
+        found |= make({"expert_shard_gather": groups["expert_shard"]})
     channels = tuple(
-        make.separate_axis("channel", partitions["pp"], f"channel{number}")
+        make({"channel": groups["pp"]}, f"channel{number}")["channel"]
         for number in range(channel_count(layout.pp))
     )
-    return Groups(layout=layout, rank=rank, buffers=buffers, channels=channels, **axes)
+    return Groups(
+        layout=layout,
+        rank=rank,
+        buffers=_buffers(found, experts),
+        channels=channels,
+        **{name: found.get(name, ALONE) for name in NAMES},
+    )
 
 
-@dataclass(frozen=True)
-class Partition:
-    """Divides the ranks into groups: those that differ only in `axes`, each split into parts."""
-
-    layout: Layout
-    axes: tuple[str, ...]
-    split: Callable[[Ranks], Iterable[Ranks]] = lambda ranks: (ranks,)
-
-    def group_of(self, rank: int) -> Ranks:
-        """The group that contains `rank`; empty when none does."""
-        parts = self.split(self.layout.group_of(rank, *self.axes))
-        return next((part for part in parts if rank in part), ())
-
-    def __iter__(self) -> Iterator[Ranks]:
-        for ranks in self.layout.partition(*self.axes):
-            yield from self.split(ranks)
-
-
-def _neighbours(size: int) -> Callable[[Ranks], Iterable[Ranks]]:
-    """Splits ranks into parts of `size` consecutive ones."""
-    return lambda ranks: (ranks[i : i + size] for i in range(0, len(ranks), size))
+def _make_axes(
+    rank: int, new_group: Callable[..., Any], groups: dict[str, list[Ranks]], use: str = ""
+) -> dict[str, Axis]:
+    """One rank's axes, on new process groups that they share where their ranks are equal."""
+    # axes with one group in common have all groups in common
+    uses = defaultdict(list)
+    for name, found in groups.items():
+        for first in found[:1]:
+            uses[first].append(name)
+    made: dict[Ranks, Any] = {}
+    for found in groups.values():
+        for ranks in found:
+            if len(ranks) > 1 and ranks not in made:
+                made[ranks] = new_group(ranks, group_desc=use or " ".join(uses[found[0]]))
+    own = {name: ranks for name, found in groups.items() for ranks in found if rank in ranks}
+    return {
+        name: Axis(name, ranks.index(rank), ranks, made.get(ranks)) for name, ranks in own.items()
+    }
 
 
-def _strided(step: int) -> Callable[[Ranks], Iterable[Ranks]]:
-    """Splits ranks into `step` parts, of every `step`-th rank each."""
-    return lambda ranks: (ranks[i::step] for i in range(step))
+def _buffers(axes: dict[str, Axis], experts: bool) -> dict[str, BufferGroups]:
+    names = "replicas", "shard", "shard_gather", "same_shard"
+    dense = BufferGroups(*(axes[name] for name in names))
+    if not experts:
+        return {"dense": dense}
+    return {
+        "dense": dense,
+        "expert": BufferGroups(*(axes[f"expert_{name}"] for name in names)),
+        "state": BufferGroups(dense.replicas, ALONE, ALONE, dense.replicas),
+    }
 
 
 def _dense_partitions(
@@ -286,21 +304,37 @@ def _dense_partitions(
     """`share` neighbours of tp hold the same key/value head; in attention `heads` neighbours of cp
     exchange heads, and `ring` such groups form rings.
     """
+    replicas = layout.dp * layout.cp
+    found = {name: Partition((name,), getattr(layout, name)) for name in ORDER}
+    found |= {
+        "world": Partition(ORDER, layout.world),
+        "replicas": Partition(("dp", "cp"), replicas),
+        "shard": Partition(("dp", "cp"), shard),
+        "same_shard": Partition(("dp", "cp"), replicas // shard, stride=shard),
+        "kv": Partition(("tp",), share),
+        "cp_heads": Partition(("cp",), heads),
+        "cp_ring": Partition(("cp",), ring, stride=heads),
+    }
+    if tied and layout.pp > 1:
+        found["tied"] = Partition(("pp",), 2, stride=layout.pp - 1)
+    return found
 
-    def ends(line: Ranks) -> Iterable[Ranks]:
-        return ((line[0], line[-1]),) if tied and layout.pp > 1 else ()
 
-    replicas = "dp", "cp"
+def _expert_partitions(layout: Layout, shard: int) -> dict[str, Partition]:
+    """The experts' grid. ZeRO shards an expert's buffer over those of its replicas that are among
+    the `shard` neighbours over which it shards other buffers.
+    """
+    stage = "tp", "cp", "dp"
+    ranks = layout.tp * layout.cp * layout.dp
+    held = layout.etp * layout.ep  # ranks that hold all experts of a layer
+    cut = expert_cut(ranks, held, shard * layout.tp)
     return {
-        "world": Partition(layout, ORDER),
-        **{name: Partition(layout, (name,)) for name in ("tp", "cp", "dp", "pp")},
-        "replicas": Partition(layout, replicas),
-        "shard": Partition(layout, replicas, _neighbours(shard)),
-        "same_shard": Partition(layout, replicas, _strided(shard)),
-        "kv": Partition(layout, ("tp",), _neighbours(share)),
-        "tied": Partition(layout, ("pp",), ends),
-        "cp_heads": Partition(layout, ("cp",), _neighbours(heads)),
-        "cp_ring": Partition(layout, ("cp",), _strided(heads) if ring > 1 else _neighbours(1)),
+        "tp_cp": Partition(("tp", "cp"), layout.tp * layout.cp),
+        "etp": Partition(stage, layout.etp),
+        "ep": Partition(stage, layout.ep, stride=layout.etp),
+        "expert_replicas": Partition(stage, ranks // held, stride=held),
+        "expert_shard": Partition(stage, cut, stride=held),
+        "expert_same_shard": Partition(stage, ranks // held // cut, stride=held * cut),
     }
 
 
@@ -310,85 +344,6 @@ def expert_cut(stage: int, held: int, shard: int) -> int:
     """
     count = stage // held
     return math.gcd(count, max(1, shard * count // stage))
-
-
-def _expert_partitions(layout: Layout, shard: int) -> dict[str, Partition]:
-    """The experts' grid. ZeRO shards an expert's buffer over those of its replicas that are among
-    the `shard` neighbours over which it shards other buffers.
-    """
-    stage = "tp", "cp", "dp"
-    held = layout.etp * layout.ep  # ranks that hold all experts of a layer
-    cut = expert_cut(len(layout.offsets(*stage)), held, shard * layout.tp)
-
-    def ep_groups(ranks: Ranks) -> Iterable[Ranks]:
-        for all_experts in _neighbours(held)(ranks):
-            yield from _strided(layout.etp)(all_experts)
-
-    def split_replicas(split: Callable[[Ranks], Iterable[Ranks]]) -> Partition:
-        def parts(ranks: Ranks) -> Iterable[Ranks]:
-            for replicas in _strided(held)(ranks):
-                yield from split(replicas)
-
-        return Partition(layout, stage, parts)
-
-    return {
-        "tp_cp": Partition(layout, ("tp", "cp")),
-        "etp": Partition(layout, stage, _neighbours(layout.etp)),
-        "ep": Partition(layout, stage, ep_groups),
-        "expert_replicas": Partition(layout, stage, _strided(held)),
-        "expert_shard": split_replicas(_neighbours(cut)),
-        "expert_same_shard": split_replicas(_strided(cut)),
-    }
-
-
-@dataclass(frozen=True)
-class _GroupMaker:
-    """Makes process groups, and the axes of one rank on them."""
-
-    rank: int
-    new_group: Callable[..., Any]
-    own_only: bool
-
-    def axes(self, partitions: dict[str, Partition]) -> dict[str, Axis]:
-        """The axes on one process group for each distinct tuple of two or more ranks, described by
-        the names of all partitions that contain it.
-        """
-        groups = {
-            name: [partition.group_of(self.rank)] if self.own_only else list(partition)
-            for name, partition in partitions.items()
-        }
-        # partitions with one group in common have all groups in common
-        uses: dict[Ranks, list[str]] = {}
-        for name, found in groups.items():
-            if found:
-                uses.setdefault(found[0], []).append(name)
-        made: dict[Ranks, Any] = {}
-        for found in groups.values():
-            for ranks in found:
-                if len(ranks) > 1 and ranks not in made:
-                    made[ranks] = self.new_group(ranks, group_desc=" ".join(uses[found[0]]))
-        return {name: self._axis(name, partition, made) for name, partition in partitions.items()}
-
-    def _axis(self, name: str, partition: Partition, made: dict[Ranks, Any]) -> Axis:
-        ranks = partition.group_of(self.rank)
-        return Axis(name, ranks.index(self.rank), ranks, made.get(ranks)) if ranks else ALONE
-
-    def separate_axis(self, name: str, partition: Partition, use: str) -> Axis:
-        """An axis on process groups that it shares with no other axis."""
-        (axis,) = self.axes({use: partition}).values()
-        return replace(axis, name=name) if axis is not ALONE else ALONE
-
-    def buffer_groups(
-        self, prefix: str, axes: dict[str, Axis], partitions: dict[str, Partition]
-    ) -> BufferGroups:
-        """Moves the axes whose names begin with `prefix` out of `axes`."""
-        gather = f"{prefix}shard_gather"
-        return BufferGroups(
-            replicas=axes.pop(f"{prefix}replicas"),
-            shard=axes.pop(f"{prefix}shard"),
-            shard_gather=self.separate_axis(gather, partitions[f"{prefix}shard"], gather),
-            same_shard=axes.pop(f"{prefix}same_shard"),
-        )
 
 
 def layout_of(config: Config, world_size: int) -> Layout:

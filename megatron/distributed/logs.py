@@ -12,6 +12,7 @@ import hashlib
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,43 +57,40 @@ class FirstRank(logging.Handler):
 
 
 class OtherRank(logging.Handler):
-    """The handler of a rank above 0."""
+    """The handler of a rank above 0: warnings alone, each delayed by DEDUP_S."""
 
     def __init__(self, rank: int, store: Store) -> None:
         super().__init__(logging.WARNING)
         self.rank = rank
         self.store = store
-        self.held: dict[threading.Timer, str] = {}  # delayed warnings, the oldest first
+        self.held: deque[str] = deque()  # the oldest first
 
     def emit(self, record: logging.LogRecord) -> None:
         """Delay a warning."""
-        timer = threading.Timer(DEDUP_S, lambda: self._write(timer))
+        self.held.append(self.format(record))
+        timer = threading.Timer(DEDUP_S, self._write_oldest)
         timer.daemon = True
-        self.held[timer] = self.format(record)
         timer.start()
 
-    def _write(self, last: threading.Timer) -> None:
-        """Write the warnings up to that of `last`, unless they have been written."""
+    def _write_oldest(self) -> None:
         with self.lock:
-            while last in self.held:
-                text = self.held.pop(next(iter(self.held)))
+            if self.held:
+                text = self.held.popleft()
                 if self._is_news(text):
                     print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
     def _is_news(self, text: str) -> bool:
         """Whether neither rank 0 nor another rank has logged it."""
+        key = _key(text)
         try:
-            return (
-                not self.store.check([_key(text)])
-                and self.store.add(f"{_key(text)}/others", 1) == 1
-            )
+            return not self.store.check([key]) and self.store.add(f"{key}/others", 1) == 1
         except RuntimeError:  # the store is closed: better twice than never
             return True
 
     def close(self) -> None:
         """Write delayed warnings at once."""
-        for timer in list(self.held):
-            self._write(timer)
+        while self.held:
+            self._write_oldest()
         super().close()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -60,28 +61,23 @@ class PeerError(RuntimeError):
 class Heartbeat(NamedTuple):
     """A rank's entry in the store."""
 
-    count: int  # type: ignore[assignment]  # tuples have a method of this name
+    number: int
     seconds: float  # Unix time
     place: str
     what: str
     waited: bool  # for other ranks
     ended: bool
 
-    def silent(self, rank: int) -> str:
-        return f"rank {rank} ({self.place}) is silent; its last report, {self.ago}: {self.what}"
-
-    def over(self, rank: int) -> str:
-        return f"rank {rank} ({self.place}) ended {self.ago}: {self.what}"
-
-    def busy(self, rank: int) -> str:
-        return f"rank {rank} ({self.place}) lives and does not wait for others: {self.what}"
-
-    @property
-    def ago(self) -> str:
-        return f"{max(0.0, time.time() - self.seconds):.0f} s ago"
+    def describe(self, rank: int, state: str) -> str:
+        """A sentence about its rank; `{ago}` in the state is the time since the heartbeat."""
+        ago = f"{max(0.0, time.time() - self.seconds):.0f} s ago"
+        return f"rank {rank} ({self.place}) {state.format(ago=ago)}: {self.what}"
 
 
 Reports = dict[int, Heartbeat]  # by rank
+SILENT = "is silent; its last report, {ago}"
+ENDED = "ended {ago}"
+BUSY = "lives and does not wait for others"
 
 
 @dataclass
@@ -97,22 +93,18 @@ class Peers:
     world: int = 1
     store: Store | None = None
     holder: str = ""
-    count: int = 0
-    silent: set[int] = field(default_factory=set)  # ranks without a heartbeat, set by `find`
+    number: int = 0  # of heartbeats
+    num_silent: int = 0  # ranks without a heartbeat, set by `find`
     waited: float = 0.0  # seconds of completed waits, for other ranks and for the device
     over: threading.Event = field(default_factory=threading.Event)
 
     def start(self, store: Store, rank: int, world: int, holder: str) -> None:
         """Start the heartbeats. `holder` hosts the store."""
-        self.rank = rank
-        self.world = world
-        self.holder = holder
-        self.over = threading.Event()
+        self.rank, self.world, self.holder = rank, world, holder
+        self.number, self.num_silent, self.over = 0, 0, threading.Event()
         # a separate connection, which nothing blocks; the host can hold a limited number of them
         own = store.clone() if world <= MAX_CLONES else store  # type: ignore[attr-defined]
         self.store = PrefixStore("reports", own)
-        self.count = 0
-        self.silent = set()
         self.report()
         threading.Thread(target=self._run, args=(self.over,), daemon=True).start()
 
@@ -131,12 +123,13 @@ class Peers:
 
     def report(self, end: str = "") -> None:
         """Write what this rank does, or why it ends."""
-        self.count += 1
+        self.number += 1
         place = f"process {os.getpid()} on {socket.gethostname()}"
-        report = Heartbeat(
-            self.count, time.time(), place, end or self.doing(), bool(self.waits), bool(end)
-        )
+        what, waits = end or self.doing(), bool(self.waits)
+        report = Heartbeat(self.number, time.time(), place, what, waits, bool(end))
         self.store.set(str(self.rank), json.dumps(report))
+        if end:
+            self.store.add("ended", 1)
 
     def doing(self) -> str:
         """What this rank does now, for messages."""
@@ -147,42 +140,34 @@ class Peers:
         return f"{where}, {text(time.monotonic() - since)}"
 
     def _run(self, over: threading.Event) -> None:
-        seen: dict[int, tuple[int, float]] = {}  # rank 0's: report, and when it was first seen
-        warned: set[int] = set()
-        try:
+        seen: dict[int, tuple[Heartbeat, float]] = {}  # rank 0's, and when each was first seen
+        with suppress(RuntimeError, AttributeError):  # the store has gone, or `stop` was faster
             while not over.wait(HEARTBEAT_S):
                 self.report()
                 if self.rank == 0:
-                    self._warn(seen, warned)
-        except (RuntimeError, AttributeError):  # the store has gone, or `stop` was faster
-            return
+                    self._warn(seen)
 
-    def _warn(self, seen: dict[int, tuple[int, float]], warned: set[int]) -> None:
+    def _warn(self, seen: dict[int, tuple[Heartbeat, float]]) -> None:
+        """Log the ranks that have become silent."""
         now = time.monotonic()
+        silent = []
         for rank, report in self._read(range(1, self.world)).items():
-            if rank not in seen or seen[rank][0] != report.count:
-                seen[rank] = report.count, now
-                if rank in warned:
-                    logger.warning(f"rank {rank} reports again")
-                    warned.remove(rank)
-            elif (
-                now - seen[rank][1] > SILENT_S
-                and rank not in warned
-                and not report.ended
-                and len(warned) < MAX_NAMED
-            ):
-                warned.add(rank)
-                logger.warning(f"{report.silent(rank)}. The others wait for it")
+            before, since = seen.get(rank, (None, now))
+            if report != before:
+                seen[rank] = report, now
+            elif now - since > SILENT_S and not report.ended:
+                seen[rank] = report, math.inf  # logged once
+                silent.append(report.describe(rank, SILENT))
+        if silent:
+            logger.warning(f"{some(silent, MAX_NAMED, '; ')}. The others wait for it")
 
     def _read(self, ranks: Sequence[int]) -> Reports:
         """The last heartbeats of these ranks; none while any has not written one yet."""
         keys = [str(rank) for rank in ranks]
         if not keys or not self.store.check(keys):
             return {}
-        return {
-            rank: Heartbeat(*json.loads(raw))
-            for rank, raw in zip(ranks, self.store.multi_get(keys))
-        }
+        lines = self.store.multi_get(keys)
+        return {rank: Heartbeat(*json.loads(line)) for rank, line in zip(ranks, lines)}
 
     def find(self, waited: float) -> str:
         """Name the ranks that have ended or have no heartbeat, after a wait of `waited` seconds;
@@ -196,53 +181,40 @@ class Peers:
         timed_out = waited > OBSERVE_S  # else a connection was lost
 
         def look() -> tuple[Reports, Reports]:
-            first = self._read(others)
-            if timed_out:
-                time.sleep(OBSERVE_S)
-            return first, self._read(others)
+            before = self._read(others) if timed_out else {}
+            time.sleep(OBSERVE_S if timed_out else 0)
+            return before, self._read(others)
 
         found = run_for(OBSERVE_S + STORE_TIMEOUT_S, look)
-        if not found:
-            return f"{self.holder}, which holds the rendezvous store, is silent"
-        if isinstance(found[0], BaseException):
-            return f"{self.holder}, which holds the rendezvous store, has ended"
-        first, last = found[0]
-        self.silent = {
-            rank
-            for rank, report in last.items()
-            if timed_out
-            and rank in first
-            and report.count == first[rank].count
-            and not report.ended
-        }
+        if not found or isinstance(found[0], BaseException):
+            state = "has ended" if found else "is silent"
+            return f"{self.holder}, which holds the rendezvous store, {state}"
+        before, last = found[0]
+        by_state: dict[str, list[str]] = {SILENT: [], ENDED: [], BUSY: []}
+        for rank, report in last.items():
+            if report == before.get(rank) and not report.ended:
+                state = SILENT
+            elif report.waited or not (report.ended or timed_out):
+                continue
+            else:
+                state = ENDED if report.ended else BUSY
+            by_state[state].append(report.describe(rank, state))
         # Silent ranks explain the rest; then those that ended while they computed; then those that
         # have not reached the operation.
-        silent = [last[rank].silent(rank) for rank in sorted(self.silent)]
-        ended = [each.over(rank) for rank, each in last.items() if each.ended and not each.waited]
-        busy = [
-            each.busy(rank)
-            for rank, each in last.items()
-            if timed_out and not each.ended and not each.waited
-        ]
+        silent, ended, busy = by_state.values()
+        self.num_silent = len(silent)
         return some(silent or ended or busy, MAX_NAMED, "; ")
 
     def stay(self) -> None:
-        """On the host of the store, wait until all living ranks have read it, as their last
-        heartbeat shows. Returns within OBSERVE_S + STORE_TIMEOUT_S.
+        """On the host of the store, wait until all living ranks have read it and ended. Returns
+        within OBSERVE_S + STORE_TIMEOUT_S.
         """
-        others = sorted(set(range(self.world)) - self.silent - {self.rank})
-        if (
-            self.store is None
-            or self.holder != f"rank {self.rank}"
-            or self.world > MAX_OBSERVERS
-            or not others
-        ):
+        if self.store is None or self.holder != f"rank {self.rank}":
             return
         until = time.monotonic() + OBSERVE_S + STORE_TIMEOUT_S
         with suppress(RuntimeError):
-            while time.monotonic() < until:
-                reports = self._read(others)
-                if reports and all(report.ended for report in reports.values()):
+            while self.store.add("ended", 0) < self.world - self.num_silent:
+                if time.monotonic() > until:
                     return
                 time.sleep(0.2)
 

@@ -10,18 +10,17 @@ few keys of a torch TCPStore, which torchrun's agent or rank 0 hosts.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import secrets
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
 from megatron.config.errors import some
 from megatron.config.groups import Config
@@ -37,8 +36,7 @@ OK = "in order"
 MAX_DIFFERENCES = 5  # named in one message
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A rank's line in the store."""
 
     rank: int
@@ -46,9 +44,6 @@ class Arrival:
     world_size: int
     digest: str  # of the fingerprint
     gpu: str  # unique id of the GPU that no other rank may use; empty: none
-
-    def line(self) -> str:
-        return json.dumps([self.rank, self.ticket, self.world_size, self.digest, self.gpu]) + "\n"
 
 
 def meet(launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str = "") -> Store:
@@ -86,98 +81,106 @@ class _Meeting:
         self.fingerprint = json.dumps(fingerprint, sort_keys=True, default=str)
         digest = hashlib.sha256(self.fingerprint.encode()).hexdigest()[:16]
         self.me = Arrival(launch.rank, secrets.token_hex(8), launch.world_size, digest, gpu)
+        self.meeting = self.me.ticket  # rank 0's; the others learn it
         self.keys: Any = PrefixStore(launch.job, open_store(launch, self.deadline, seconds))
-        self.keys.append("arrivals", self.me.line())  # type: ignore[attr-defined]
-        self.meeting = self.me.ticket if launch.rank == 0 else self._wait_for_call()
-        verdict = self._lead() if launch.rank == 0 else self._wait_for_verdict()
+        self._append("arrivals")
+        verdict = self._lead() if launch.rank == 0 else self._join()
         if verdict != OK:
             self._wait_until_read()
             raise LaunchError(verdict)
         self.store = PrefixStore(self.meeting, self.keys)
+
+    def _append(self, key: str) -> None:
+        self.keys.append(key, json.dumps(self.me) + "\n")
+
+    def _arrivals(self, key: str) -> list[Arrival]:
+        if not self.keys.check([key]):
+            return []
+        return [Arrival(*json.loads(line)) for line in self.keys.get(key).splitlines()]
+
+    def _present(self) -> list[Arrival]:
+        return self._arrivals(f"{self.meeting}/present")
+
+    def _wait_for(self, key: str) -> str:
+        """The text of a key; empty when there is none at the deadline."""
+        self.keys.set_timeout(timedelta(seconds=max(0.1, self.deadline - time.monotonic())))
+        try:
+            return self.keys.get(key).decode()
+        except DistStoreError:
+            return ""
+        finally:
+            self.keys.set_timeout(timedelta(seconds=self.seconds))
 
     def _polls(self) -> Iterator[None]:
         """Yield for each poll of the store until the deadline, with growing pauses."""
         pause = 0.005
         while time.monotonic() < self.deadline:
             yield
-            time.sleep(max(0.0, min(pause, self.deadline - time.monotonic())))
+            time.sleep(pause)
             pause = min(1.3 * pause, MAX_PAUSE_S)
-
-    def _get(self, key: str) -> str | None:
-        return self.keys.get(key).decode() if self.keys.check([key]) else None
-
-    def _arrivals(self, key: str) -> list[Arrival]:
-        return [Arrival(*json.loads(line)) for line in (self._get(key) or "").splitlines()]
 
     def _give_verdict(self, verdict: str) -> str:
         """Write the verdict unless there is one; the verdict that counts."""
         return self.keys.compare_set(f"{self.meeting}/verdict", "", verdict).decode()
 
-    def _wait_for_call(self) -> str:
-        """Wait for rank 0's call; the name of its meeting."""
-        for _ in self._polls():
-            call = self._get(f"call/{self.me.ticket}")
-            if call is not None:
-                meeting, digest = call.split()
-                if digest != self.me.digest:
-                    self.keys.set(f"{meeting}/fingerprint/{self.me.rank}", self.fingerprint)
-                self.keys.append(f"{meeting}/present", self.me.line())
-                return meeting
-        raise LaunchError(self._missing(self._arrivals("arrivals")))
-
-    def _wait_for_verdict(self) -> str:
-        for _ in self._polls():
-            verdict = self._get(f"{self.meeting}/verdict")
-            if verdict is not None:
-                return verdict
-        return self._give_verdict(self._missing(self._arrivals(f"{self.meeting}/present")))
+    def _join(self) -> str:
+        """Answer rank 0's call; the verdict."""
+        call = self._wait_for(f"call/{self.me.ticket}")
+        if not call:
+            raise LaunchError(self._missing(self._arrivals("arrivals")))
+        self.meeting, digest = call.split()
+        if digest != self.me.digest:
+            self.keys.set(f"{self.meeting}/fingerprint/{self.me.rank}", self.fingerprint)
+        self._append(f"{self.meeting}/present")
+        verdict = self._wait_for(f"{self.meeting}/verdict")
+        return verdict or self._give_verdict(self._missing(self._present()))
 
     def _lead(self) -> str:
         """Rank 0's part: call all ranks, then give the verdict."""
-        self.keys.append(f"{self.meeting}/present", self.me.line())
+        self._append(f"{self.meeting}/present")
         called = {self.me.ticket}
-        present = [self.me]
-        until: float | None = None  # deadline of missing ranks after a fault
+        present, fault = [self.me], ""
         for _ in self._polls():
             for arrival in self._arrivals("arrivals"):
                 if arrival.ticket not in called:
                     self.keys.set(f"call/{arrival.ticket}", f"{self.meeting} {self.me.digest}")
                     called.add(arrival.ticket)
-            present = self._arrivals(f"{self.meeting}/present")
+            present = self._present()
             fault = impossible(present)
-            if fault and until is None:
-                until = time.monotonic() + ARRIVAL_GRACE_S
             complete = len(present) >= self.launch.world_size
-            if complete or (fault and time.monotonic() > until):
-                return self._give_verdict(fault or self._differing(present) or OK)
-            verdict = self._get(f"{self.meeting}/verdict")
-            if verdict is not None:
-                return verdict
-        return self._give_verdict(self._differing(present) or self._missing(present))
+            if complete or self.keys.check([f"{self.meeting}/verdict"]):
+                break
+            if fault:
+                self.deadline = min(self.deadline, time.monotonic() + ARRIVAL_GRACE_S)
+        missing = self._missing(present) if len(present) < self.launch.world_size else OK
+        return self._give_verdict(fault or self._differing(present) or missing)
 
     def _missing(self, arrived: list[Arrival]) -> str:
-        missing = sorted(set(range(self.launch.world_size)) - {arrival.rank for arrival in arrived})
-        there = sorted({arrival.rank for arrival in arrived})
+        there = {arrival.rank for arrival in arrived}
+        missing = set(range(self.launch.world_size)) - there
         place = f"{self.launch.address}:{self.launch.port}"
         minutes = f"{self.seconds / 60:g} minutes (--distributed-timeout-minutes)"
         return (
-            f"{name_ranks(missing)} of {self.launch.world_size} did not arrive at {place} "
-            f"within {minutes}; {name_ranks(there)} did. Look for an earlier "
+            f"{name_ranks(sorted(missing))} of {self.launch.world_size} did not arrive at {place} "
+            f"within {minutes}; {name_ranks(sorted(there))} did. Look for an earlier "
             "error of the missing ranks, check that all were started, with the same "
             "MASTER_ADDR and MASTER_PORT, or allow more time"
         )
 
     def _differing(self, present: list[Arrival]) -> str:
         """The error when fingerprints differ, else an empty string."""
-        ours = json.loads(self.fingerprint)
+        ours = named_values(json.loads(self.fingerprint))
         found: dict[str, str] = {}
-        for arrival in sorted(present, key=lambda arrival: arrival.rank):
-            if arrival.digest != self.me.digest and len(found) < MAX_DIFFERENCES:
-                theirs = json.loads(self._get(f"{self.meeting}/fingerprint/{arrival.rank}") or "{}")
-                for name, (here, there) in differences(ours, theirs).items():
-                    found.setdefault(
-                        name, f"{name}: {here} on rank 0, {there} on rank {arrival.rank}"
-                    )
+        for arrival in sorted(present):
+            if arrival.digest == self.me.digest:
+                continue
+            text = self.keys.get(f"{self.meeting}/fingerprint/{arrival.rank}")
+            theirs = named_values(json.loads(text))
+            for name in sorted(ours.keys() | theirs.keys()):
+                here, there = ours.get(name, "nothing"), theirs.get(name, "nothing")
+                if here != there:
+                    both = f"{name}: {here} on rank 0, {there} on rank {arrival.rank}"
+                    found.setdefault(name, both)
         if not found:
             return ""
         return (
@@ -191,23 +194,19 @@ class _Meeting:
         the store, or the whole job.
         """
         self.deadline = time.monotonic() + ERROR_GRACE_S
-        try:
+        with suppress(RuntimeError):  # the store is closed: its host has read the error
             self.keys.add(f"{self.meeting}/read", 1)
             for _ in self._polls():
-                if self.keys.add(f"{self.meeting}/read", 0) >= len(
-                    self._arrivals(f"{self.meeting}/present")
-                ):
+                if self.keys.add(f"{self.meeting}/read", 0) >= len(self._present()):
                     return
-        except RuntimeError:
-            return  # the store is closed: its host has read the error
 
 
 def impossible(present: list[Arrival]) -> str:
     """The error of ranks that were numbered or placed incorrectly, else an empty string."""
+    first = present[0]  # rank 0
     by_rank: dict[int, Arrival] = {}
     by_gpu: dict[str, Arrival] = {}
     for arrival in present:
-        first = min(present, key=lambda arrival: arrival.rank)
         if arrival.world_size != first.world_size:
             return (
                 f"the ranks disagree on their number: rank {first.rank} has WORLD_SIZE "
@@ -215,37 +214,33 @@ def impossible(present: list[Arrival]) -> str:
                 "give every rank the same WORLD_SIZE (torchrun: the same --nnodes and "
                 "--nproc-per-node on every node)"
             )
-        if arrival.rank in by_rank:
+        if by_rank.setdefault(arrival.rank, arrival) is not arrival:
             return (
                 f"rank {arrival.rank} was started twice; give every process a different "
                 "RANK (torchrun: every node a different --node-rank)"
             )
-        if arrival.gpu and arrival.gpu in by_gpu:
+        other = by_gpu.setdefault(arrival.gpu, arrival)
+        if arrival.gpu and other is not arrival:
             return (
-                f"rank {by_gpu[arrival.gpu].rank} and rank {arrival.rank} were given the "
+                f"rank {other.rank} and rank {arrival.rank} were given the "
                 f"same GPU ({arrival.gpu}), and nccl needs one for each; "
                 "give each rank a different one (srun: --gpus-per-task 1), or share it with "
                 "--distributed-backend gloo"
             )
-        by_rank[arrival.rank] = by_gpu[arrival.gpu] = arrival
     return ""
 
 
-def differences(
-    ours: JsonObject, theirs: JsonObject, path: tuple[str, ...] = ()
-) -> dict[str, tuple[Any, Any]]:
-    """The differences of two nested dictionaries: name -> both values. Fields of a Config's groups
-    are named as flags, others by their path.
+def named_values(settings: JsonObject, *path: str) -> dict[str, Any]:
+    """The values in nested dictionaries. Fields of a Config's groups are named as flags, others by
+    their path.
     """
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(ours.keys() | theirs.keys()):
-        here = ours.get(key, "nothing")
-        there = theirs.get(key, "nothing")
-        if isinstance(here, dict) and isinstance(there, dict):
-            found |= differences(here, there, (*path, key))
-        elif here != there:
-            flag = len(path) == 1 and path[0] in Config.__dataclass_fields__
-            found[flag_name(key) if flag else " ".join((*path, key))] = here, there
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            found |= named_values(value, *path, key)
+            continue
+        is_flag = len(path) == 1 and path[0] in Config.__dataclass_fields__
+        found[flag_name(key) if is_flag else " ".join((*path, key))] = value
     return found
 
 
@@ -265,22 +260,11 @@ def open_store(launch: Launch, deadline: float, seconds: float) -> Store:
     LaunchError when it cannot be hosted or reached.
     """
     if launch.rank == 0 and not launch.agent_store:
-        return TCPStore(
-            "127.0.0.1",
-            launch.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=seconds),
-            master_listen_fd=_listen(launch).detach(),
-        )
+        return _host_store(launch, seconds)
     host = _reach(launch, deadline, seconds)
+    left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
     try:
-        store = TCPStore(
-            host,
-            launch.port,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(0.1, deadline - time.monotonic())),
-        )
+        store = TCPStore(host, launch.port, wait_for_workers=False, timeout=left)
     except RuntimeError:
         raise _no_store(launch) from None
     store.set_timeout(timedelta(seconds=seconds))
@@ -295,19 +279,18 @@ def _no_store(launch: Launch) -> LaunchError:
     )
 
 
-def _listen(launch: Launch) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
+def _host_store(launch: Launch, seconds: float) -> Store:
     try:
-        return socket.create_server(
-            ("", launch.port),
-            family=socket.AF_INET6 if both else socket.AF_INET,
-            dualstack_ipv6=both,
-            backlog=4096,
+        return TCPStore(
+            "127.0.0.1",
+            launch.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
         )
-    except OSError as error:
-        why = (
-            "it is taken by another program" if error.errno == errno.EADDRINUSE else error.strerror
-        )
+    except RuntimeError as error:
+        taken = "EADDRINUSE" in str(error)
+        why = "it is taken by another program" if taken else str(error).splitlines()[0]
         raise LaunchError(
             f"rank 0 cannot listen at port {launch.port} of {socket.gethostname()}: {why}; "
             "set MASTER_PORT to a free one on every rank"
@@ -318,18 +301,19 @@ def _reach(launch: Launch, deadline: float, seconds: float) -> str:
     """The numeric address at which the store's port is open, polled until the deadline: failed
     attempts of torch print a traceback each.
     """
+    place = launch.address, launch.port
     while True:
         try:
-            with socket.create_connection(
-                (launch.address, launch.port),
-                timeout=max(0.1, min(5.0, deadline - time.monotonic())),
-            ) as connection:
+            left = max(0.1, min(5.0, deadline - time.monotonic()))
+            with socket.create_connection(place, timeout=left) as connection:
                 return connection.getpeername()[0]
         except OSError as error:
             problem = error
         if time.monotonic() + 0.1 > deadline:
             break
         time.sleep(0.1)
+    why = problem.strerror or "no answer"
+    fix = "check that MASTER_ADDR is rank 0's host and that no firewall closes MASTER_PORT"
     if isinstance(problem, socket.gaierror):
         why = "the name is unknown here"
         fix = "give a MASTER_ADDR that every node can resolve"
@@ -339,9 +323,6 @@ def _reach(launch: Launch, deadline: float, seconds: float) -> str:
             "look for rank 0's error, and check that it was started at this MASTER_ADDR and "
             "MASTER_PORT"
         )
-    else:
-        why = problem.strerror or "no answer"
-        fix = "check that MASTER_ADDR is rank 0's host and that no firewall closes MASTER_PORT"
     raise LaunchError(
         f"rank {launch.rank} cannot reach rank 0 at {launch.address}:{launch.port} ({why}) "
         f"within {seconds / 60:g} minutes (--distributed-timeout-minutes); {fix}"

@@ -174,7 +174,7 @@ no sum of a tied matrix's gradients | gpt pp2 gpipe
     , ("tied", groups.tied) =>
 = megatron/distributed/groups.py _dense_partitions
 a tied matrix summed over data-parallel ranks | documents pp2 1f1b dp2
-    "tied": Partition(layout, ("pp",), ends) => "tied": Partition(layout, ("dp",), ends)
+    Partition(("pp",), 2, stride=layout.pp - 1) => Partition(("dp",), layout.dp)
 = megatron/parallel/blocks.py Block.counted
 both copies of a tied matrix counted in the norm | gpt pp2 gpipe
     if holders(box, groups).rank > 0: =>

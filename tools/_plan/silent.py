@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.distributed.collectives import Backend, own_part, round_elements
+from megatron.distributed.collectives import Backend, round_elements
 from megatron.distributed.groups import Axis
 
 
@@ -46,26 +46,22 @@ class SilentGroup(Backend):
     def all_reduce(self, x: Tensor, axis: Axis, op: Any) -> SilentWork:
         return self._start("all-reduce", axis, x.nbytes, x)
 
-    def all_gather(self, x: Tensor, axis: Axis, out: Tensor | None) -> SilentWork:
-        out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
+    def all_gather(self, x: Tensor, out: Tensor, axis: Axis) -> SilentWork:
         return self._start("all-gather", axis, axis.size * x.nbytes, out)
 
     def all_to_all_rows(
-        self, x: Tensor, send: list[int], receive: list[int], axis: Axis
+        self, x: Tensor, out: Tensor, axis: Axis, send: list[int], receive: list[int]
     ) -> SilentWork:
-        received = x.new_empty((sum(receive), *x.shape[1:]))
-        return self._start("all-to-all", axis, x.nbytes, received)
+        return self._start("all-to-all", axis, x.nbytes, out)
 
-    def ring_hop(self, x: Tensor, axis: Axis) -> SilentWork:
-        received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return self._start("message", axis, x.nbytes, received)
+    def ring_hop(self, x: Tensor, out: Tensor, axis: Axis) -> SilentWork:
+        return self._start("message", axis, x.nbytes, out)
 
     def reduce_scatter(
-        self, x: Tensor, axis: Axis, out: Tensor | None, reduce_dtype: torch.dtype, workspace: int
+        self, x: Tensor, out: Tensor, axis: Axis, reduce_dtype: torch.dtype, workspace: int
     ) -> SilentWork:
-        own = own_part(x, axis)
-        out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
-        extra = self._bytes_in_flight(own.numel(), axis.size, x.dtype, reduce_dtype, workspace)
+        elements = x.numel() // axis.size
+        extra = self._bytes_in_flight(elements, axis.size, x.dtype, reduce_dtype, workspace)
         return self._start("reduce-scatter", axis, x.numel() * reduce_dtype.itemsize, out, extra)
 
     def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> SilentWork:

@@ -239,23 +239,20 @@ def test_a_tokenizer_config_that_cannot_be_used(files, tmp_path, content, messag
 
 
 @pytest.mark.parametrize(
-    "change, line, entry",
+    "change, message",
     [
-        (lambda rows: rows.pop(70), "rank 70 is missing or", "rank 1070 is missing or"),
-        (lambda rows: rows.append(rows[3]), "line 257 is not a new", "entry 256 is not a new"),
-        (lambda rows: rows.append({"rank": 256, "token_bytes": "?"}), "ase64", "ase64"),
-        (
-            lambda rows: rows[65].update(token_bytes="YWI="),
-            *["the single byte 65 has no token"] * 2,
-        ),
+        (lambda rows: rows.pop(70), "rank 70 is missing, or"),
+        (lambda rows: rows.append(rows[3]), "(line|entry) 257 is not a new token in base64"),
+        (lambda rows: rows.append({"rank": 256, "token_bytes": "?"}), "257 is not a new token"),
+        (lambda rows: rows[65].update(token_bytes="YWI="), "the single byte 65 has no token"),
     ],
 )
-def test_tiktoken_vocabularies_that_cannot_be_used(tmp_path, change, line, entry):
+def test_tiktoken_vocabularies_that_cannot_be_used(tmp_path, change, message):
     rows = entries(BYTES)
     change(rows)
     (tmp_path / "r50k_base.tiktoken").write_text(published(rows))
     (tmp_path / "mega.json").write_text(json.dumps(rows))
-    for name, message in (("r50k_base.tiktoken", line), ("mega.json", entry)):
+    for name in ("r50k_base.tiktoken", "mega.json"):
         fault = f"--tokenizer-model .*{name}: not a tiktoken vocabulary that can be used .*"
         with pytest.raises(UserError, match=fault + message):
             build("TikTokenizer", tmp_path, name)

@@ -108,7 +108,7 @@ def test_different_flags_are_named_with_both_ranks_and_values(port):
     assert error == (
         "the ranks were started differently: --lr: 0.1 on rank 0, 0.2 on rank 2; versions "
         "torch: 2.13.0 on rank 0, 2.11.0 on rank 2; "
-        "model: nothing on rank 0, {'hidden_size': 8} on rank 3. Give every rank the same "
+        "--hidden-size: nothing on rank 0, 8 on rank 3. Give every rank the same "
         "flags and software"
     )
 
@@ -229,7 +229,7 @@ class TestTorchrunsStore:
         def broken(*_):
             raise RuntimeError("Connection reset by peer")
 
-        monkeypatch.setattr(PrefixStore, "check", broken)
+        monkeypatch.setattr(PrefixStore, "get", broken)
         [error] = meet_all(launches(2, agent.port, agent_store=True)[1:], wait=SECONDS)
         assert str(error).startswith(
             f"rank 1: lost the connection to torchrun's store at 127.0.0.1:{agent.port} "
