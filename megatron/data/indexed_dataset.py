@@ -36,16 +36,17 @@ PROBES = 1024
 COUNT = (lambda value: type(value) is int and 0 <= value < 2**63, "a count")
 ID = (lambda value: type(value) is int and -1 <= value < 2**31, "a token id")
 NAME = (lambda value: type(value) is str, "text")
-SIDECAR = {
-    ("files", "bin", "bytes"): COUNT,
-    ("files", "idx", "bytes"): COUNT,
-    ("max_id",): ID,
-    ("eod_count",): COUNT,
-    ("files", "bin", "xxh3_128"): NAME,
-    ("files", "idx", "xxh3_128"): NAME,
-    ("tokenizer", "fingerprint"): NAME,
-    ("tokenizer", "eod"): ID,
+REQUIRED = {
+    "files.bin.bytes": COUNT,
+    "files.idx.bytes": COUNT,
+    "max_id": ID,
+    "eod_count": COUNT,
+    "files.bin.xxh3_128": NAME,
+    "files.idx.xxh3_128": NAME,
+    "tokenizer.fingerprint": NAME,
+    "tokenizer.eod": ID,
 }
+OPTIONAL = {"tokens": COUNT, "text_bytes": COUNT, "tokenizer.name": NAME}
 CHUNK = 1 << 22  # entries or tokens handled at once by full passes
 REMAKE = "copy both files again or run tools/preprocess_data.py again"
 
@@ -56,13 +57,12 @@ class DataError(UserError):
 
 def check_sidecar(sidecar: JsonObject) -> None:
     """Raises InputError unless all values exist, with the right type and range."""
-    optional = {("tokens",): COUNT, ("text_bytes",): COUNT, ("tokenizer", "name"): NAME}
-    for names, (holds, what) in {**SIDECAR, **optional}.items():
+    for path, (holds, what) in {**REQUIRED, **OPTIONAL}.items():
         value: Any = sidecar
-        for name in names:
+        for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else None
-        if not holds(value) and not (value is None and names in optional):
-            raise InputError(f"{'.'.join(names)} is not {what}")
+        if not holds(value) and (path in REQUIRED or value is not None):
+            raise InputError(f"{path} is not {what}")
     if sidecar.get("text_bytes") and not sidecar.get("tokens"):
         raise InputError("text_bytes without tokens")
 
@@ -173,42 +173,27 @@ class IndexedDataset:
 
     def _check_spaced_entries(self) -> None:
         """Check at most 1,024 entries of each table, which are asked of the disk together."""
-        lengths_at, offsets_at, documents_at = table_offsets(self.num_sequences)
+        tables = zip((4, 8, 8), table_offsets(self.num_sequences))
         sequences = probes(self.num_sequences)
-        entries = probes(self.num_documents + 1)
+        documents = probes(self.num_documents + 1)
         places = [
-            lengths_at + 4 * sequences,
-            offsets_at + 8 * sequences,
-            documents_at + 8 * np.maximum(entries - 1, 0),
+            begin + size * np.maximum(at - 1, 0)
+            for (size, begin), at in zip(tables, (sequences, sequences, documents))
         ]
         _prefetch(self.idx_path, np.concatenate(places), 16)
         self._check_sequences(sequences)
-        self._check_documents(entries)
+        self._check_documents(documents)
 
     def _check_sequences(self, at: np.ndarray) -> None:
-        """Check lengths and offsets of the sequences `at`, ascending: the first of all begins at 0,
-        each other one where the one before it ends.
-        """
-        lengths_at, offsets_at, _ = table_offsets(self.num_sequences)
-        lengths = self.lengths[at].astype(np.int64)
-        offsets = self.offsets[at]
-        if len(at) and at[0] == 0 and offsets[0] != 0:
-            raise DataError(
-                f"{self.idx_path}, byte {offsets_at}: the first sequence begins at "
-                f"byte {offsets[0]} of .bin, not 0; {REMAKE}"
-            )
-        for k in np.flatnonzero(lengths < 0)[:1]:
-            raise DataError(
-                f"{self.idx_path}, byte {lengths_at + 4 * at[k]}: sequence {at[k]} has the length "
-                f"{lengths[k]}; {REMAKE}"
-            )
-        has_next = at + 1 < self.num_sequences
-        following = at[has_next] + 1
-        begins = self.offsets[following]
-        ends = (offsets + lengths * self.dtype.itemsize)[has_next]
+        """Check that each of the sequences `at` begins where the one before it ends, or at 0."""
+        before = np.maximum(at - 1, 0)
+        ends = self.offsets[before] + self.lengths[before].astype(np.int64) * self.dtype.itemsize
+        ends[at == 0] = 0
+        begins = self.offsets[at]
         for k in np.flatnonzero(begins != ends)[:1]:
+            byte = table_offsets(self.num_sequences)[1] + 8 * at[k]
             raise DataError(
-                f"{self.idx_path}, byte {offsets_at + 8 * following[k]}: sequence {following[k]} "
+                f"{self.idx_path}, byte {byte}: sequence {at[k]} "
                 f"begins at byte {begins[k]} of .bin, the one before it ends at {ends[k]}: "
                 f"sequences must lie back to back; {REMAKE}"
             )

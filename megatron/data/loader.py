@@ -28,6 +28,7 @@ SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
 EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
 Weights = list[float | None]  # None: by tokens
+SAMPLES_AT_ONCE = 16  # whose tokens are held to count them
 MOCK_DOCUMENT = 100  # tokens, its end-of-document included
 
 
@@ -92,8 +93,8 @@ class Source:
         if not self.eod_mask_loss:
             return count * self.seq_length
         samples = np.arange(first_sample, first_sample + count, dtype=np.int64)
-        # one at a time, so that few tokens are held
-        windows = map(self.reader.windows, samples[:, None])
+        chunks = np.split(samples, range(SAMPLES_AT_ONCE, count, SAMPLES_AT_ONCE))
+        windows = map(self.reader.windows, chunks)
         return sum(int(np.count_nonzero(each[:, :-1] != self.eod)) for each in windows)
 
     def batch(self, first_sample: int, count: int) -> Batch:

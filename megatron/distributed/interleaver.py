@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from threading import Semaphore
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -32,64 +33,54 @@ class Interleaver:
         cuda = torch.cuda.is_initialized()  # a thread begins on the first device
         device = torch.cuda.current_device() if cuda else None
         self.thread = ThreadPoolExecutor(1, "second", _begin_on, (device,))
-        self._begin()
-
-    def _begin(self) -> None:
-        self.turn = Semaphore(0), Semaphore(0)
-        self.running = 0
-        self.over = [False, False]
-        self.failed = False
 
     def run_overlapped(
         self, first: Callable[[], First], second: Callable[[], Second]
     ) -> tuple[First, Second]:
         """The results of both, which begin with `first`. Raises what one of them raises."""
         assert Interleaver.current is None and torch.is_grad_enabled()
-        self._begin()
-        problem: BaseException | None = None
-        coming = self.thread.submit(self._second, second)
+        self.turn = Semaphore(1), Semaphore(0)
+        self.running = 0
+        self.over = [False, False]
+        self.failed = False
         Interleaver.current = self
+        coming = self.thread.submit(self._run, 1, second)
         try:
-            found = first()
-        except BaseException as error:
-            problem, self.failed = error, True
-        self.over[0], self.running = True, 1
-        self.turn[1].release()
-        wait([coming])
-        Interleaver.current = None
-        if problem is None or isinstance(problem, AbandonedError):
-            other = coming.result()
-        if problem is not None:
-            raise problem
+            with suppress(AbandonedError):  # the second raises its error
+                found = self._run(0, first)
+        finally:
+            wait([coming])
+            Interleaver.current = None
+        other = coming.result()
         return found, other
 
-    def _second(self, second: Callable[[], Second]) -> Second:
-        self.turn[1].acquire()
+    def _run(self, index: int, work: Callable[[], Any]) -> Any:
         try:
-            self._go_on()
-            return second()
+            self._wait_for_turn(index)
+            return work()
         except BaseException:
             self.failed = True
             raise
         finally:
-            self.over[1], self.running = True, 0
-            self.turn[0].release()
+            self.over[index] = True
+            self._give_turn(1 - index)
 
-    def _go_on(self) -> None:
+    def _wait_for_turn(self, index: int) -> None:
+        self.turn[index].acquire()
         if self.failed:
             raise AbandonedError("the other of two passes has failed")
 
+    def _give_turn(self, index: int) -> None:
+        self.running = index
+        self.turn[index].release()
+
     def yield_turn(self) -> None:
-        """Let the other one run until it gives way itself, or is over."""
-        self._go_on()
+        """Let the other one run until it yields itself, or is over."""
         this = self.running
         other = 1 - this
-        if self.over[other]:
-            return
-        self.running = other
-        self.turn[other].release()
-        self.turn[this].acquire()
-        self._go_on()
+        if not self.over[other]:
+            self._give_turn(other)
+            self._wait_for_turn(this)
 
 
 def _begin_on(device: int | None) -> None:

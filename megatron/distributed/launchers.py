@@ -138,28 +138,31 @@ def _explicit_launch(environment: Environment) -> Launch:
     """The launch by RANK and related variables, set by torchrun, DeepSpeed's launcher or a
     wrapper. Variables of a launcher that gives the same rank fill in for missing ones.
     """
-    names = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE")
-    given = {name: environment[name] for name in names if environment.get(name)}
-    rank = number(given, "RANK")
+    rank = number(environment, "RANK")
+    fields = {
+        "world_size": _first(environment, "WORLD_SIZE"),
+        "local_rank": _first(environment, "LOCAL_RANK"),
+        "local_size": _first(environment, "LOCAL_WORLD_SIZE"),
+        "address": environment.get("MASTER_ADDR") or None,
+        "port": _port(environment),
+    }
+    given = {name: value for name, value in fields.items() if value is not None}
     below = _same_rank(environment, rank)
-    if below is not None and given.get("WORLD_SIZE") in (None, str(below.world_size)):
-        given = _variables_of(below) | given
-    if "WORLD_SIZE" not in given:
-        raise _incomplete(environment)
-    size = number(given, "WORLD_SIZE")
+    if below is not None and given.get("world_size") in (None, below.world_size):
+        given = vars(below) | given
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment"
-    if size == 1:
+    if given.get("world_size") == 1:
         return Launch(rank, 1, 0, 1, launcher)
-    if not given.keys() >= set(RANK_VARIABLES):
+    if not given.keys() >= fields.keys() - {"local_size"}:
         raise _incomplete(environment)
     return Launch(
         rank=rank,
-        world_size=size,
-        local_rank=number(given, "LOCAL_RANK"),
-        local_size=number(given, "LOCAL_WORLD_SIZE", 0),
+        world_size=given["world_size"],
+        local_rank=given["local_rank"],
+        local_size=given.get("local_size", 0),
         launcher=launcher,
-        address=given["MASTER_ADDR"],
-        port=_port(given),
+        address=given["address"],
+        port=given["port"],
         job=environment.get("TORCHELASTIC_RUN_ID", "environment"),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
@@ -172,18 +175,6 @@ def _same_rank(environment: Environment, rank: int) -> Launch | None:
     except LaunchError:
         return None
     return launch if launch.rank == rank and launch != Launch() else None
-
-
-def _variables_of(launch: Launch) -> dict[str, str]:
-    """A launch as torchrun's variables."""
-    values = {
-        "WORLD_SIZE": launch.world_size,
-        "LOCAL_RANK": launch.local_rank,
-        "LOCAL_WORLD_SIZE": launch.local_size,
-        "MASTER_ADDR": launch.address,
-        "MASTER_PORT": launch.port,
-    }
-    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _incomplete(environment: Environment) -> LaunchError:

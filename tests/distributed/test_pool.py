@@ -22,18 +22,6 @@ def is_preloaded():
     return "parity.worker" in sys.modules
 
 
-def sum_over_pairs():
-    """Sum of ranks over neighbouring pairs."""
-    groups = [dist.new_group([i, i + 1]) for i in range(0, dist.get_world_size(), 2)]
-    x = torch.tensor([dist.get_rank()])
-    dist.all_reduce(x, group=groups[dist.get_rank() // 2])
-    return x.item()
-
-
-def count_descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
 def fail_on(rank):
     if dist.get_rank() == rank:
         raise ValueError(f"only rank {rank} knows this")
@@ -88,15 +76,6 @@ def test_results_come_by_rank_and_worlds_stay_alive(gloo_world, size):
         assert [pid for pid, *_ in gloo_world(size).run(add_ranks, 1)] == pids
 
 
-def test_groups_made_by_a_task_go_with_it(gloo_world):
-    for _ in range(30):
-        assert gloo_world(4).run(sum_over_pairs) == [1, 1, 5, 5]
-    before = gloo_world(4).run(count_descriptors)
-    for _ in range(30):
-        gloo_world(4).run(sum_over_pairs)
-    assert all(b <= a + 8 for a, b in zip(before, gloo_world(4).run(count_descriptors)))
-
-
 def test_an_exception_is_shown_with_its_rank_and_the_world_lives_on(gloo_world, short_grace):
     with pytest.raises(RankError) as failure:
         gloo_world(2).run(fail_on, 1)
@@ -122,8 +101,3 @@ def test_a_dead_rank_is_named(world, short_grace):
     with pytest.raises(RankError, match="rank 1 of 2:\nthe process ended with exit code 7"):
         world.run(die_on, 1)
     assert not world.processes
-
-
-def test_a_function_that_has_no_name_elsewhere_is_refused(gloo_world):
-    with pytest.raises(AssertionError, match="cannot be found by name"):
-        gloo_world(2).run(lambda: 0)

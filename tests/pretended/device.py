@@ -332,18 +332,18 @@ def in_both_threads(modes: Sequence[Any]) -> contextlib.AbstractContextManager[A
     """Inside, the second of two passes that take turns is under these modes, which torch keeps by
     thread.
     """
-    real = Interleaver._second
+    real = Interleaver._run
 
-    def second(self: Interleaver, work: Callable[[], Any]) -> Any:
+    def run(self: Interleaver, index: int, work: Callable[[], Any]) -> Any:
         def under_the_modes() -> Any:
             with contextlib.ExitStack() as stack:
                 for mode in modes:
                     stack.enter_context(mode)
                 return work()
 
-        return real(self, under_the_modes)
+        return real(self, index, under_the_modes if index else work)
 
-    return mock.patch.object(Interleaver, "_second", second)
+    return mock.patch.object(Interleaver, "_run", run)
 
 
 @contextlib.contextmanager

@@ -4,15 +4,10 @@ what it is given and computes nothing.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from pretended.process import HERE, MARKS, found_by
-from pretended.refused import LAUNCHES, MAPS
+from pretended.process import MARKS, found_by
 
 pytestmark = MARKS
 
@@ -49,15 +44,3 @@ def test_a_misaligned_descriptor_is_found(tmp_path):
     assert found["failed"]
     assert all("refused by the pretended driver" in text for text in found["failed"].values())
     assert set(faults(lines)) == {"FAULT map: address"}
-
-
-def test_the_driver_refuses_each_fault(tmp_path):
-    environment = os.environ | {"PRETENDED_LOG": str(tmp_path / "driver.log")}
-    command = [sys.executable, HERE / "refused.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout)
-    for kind, cases in (("maps", MAPS), ("launches", LAUNCHES)):
-        assert set(answers[kind]) == set(cases)
-        accepted = {name for name, answer in answers[kind].items() if answer == 0}
-        assert accepted == {"right"}

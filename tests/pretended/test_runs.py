@@ -48,7 +48,7 @@ ALONE = {  # faults with a separate test
     "devices": "test_a_mix_of_devices_is_found",
     "order": "test_an_operator_without_a_deterministic_form_is_found",
 }
-WAITS = ("item", "pageable", "number", "not pinned", "mask", "synchronize", "backward")
+WAITS = ("item", "not pinned", "mask")
 SHARE = 0.7  # of an iteration's operations: the forward and backward passes have more
 
 

@@ -87,9 +87,9 @@ def sparse(prefix: Path, sequences: int, length: int) -> str:
         file.write(HEADER.pack(MAGIC, 1, 8, sequences, sequences + 1))
         at = probes(sequences)
         for k in at.tolist():
-            file.seek(base + 4 * k)
-            file.write(length.to_bytes(4, "little"))
-            for entry in {k, min(k + 1, sequences - 1)}:
+            for entry in {max(k - 1, 0), k}:
+                file.seek(base + 4 * entry)
+                file.write(length.to_bytes(4, "little"))
                 file.seek(base + 4 * sequences + 8 * entry)
                 file.write((entry * length * itemsize).to_bytes(8, "little"))
         for k in probes(sequences + 1).tolist():
@@ -152,7 +152,7 @@ DAMAGE = {
         r"byte 54: sequence 1 begins at byte 6 of \.bin, the one before it ends at 12",
     ),
     "counts": (lambda p: change(p, "idx", 18, b"\xff" * 8), r"x\.idx, byte 18"),
-    "length": (lambda p: change(p, "idx", 38, b"\xff" * 4), r"38: sequence 1 has the length -1"),
+    "length": (lambda p: change(p, "idx", 38, b"\xff" * 4), r"62: sequence 2 begins at byte 10"),
     "offset": (lambda p: change(p, "idx", 54, b"\x08"), r"byte 54: sequence 1 begins at byte 8"),
     "documents": (
         lambda p: change(p, "idx", 78, b"\x09"),
@@ -182,15 +182,10 @@ def test_a_prefix_with_its_ending_is_explained(tmp_path):
         IndexedDataset(prefix + ".bin")
 
 
-def test_no_tokens(tmp_path):
-    with pytest.raises(DataError, match="holds no token"):
-        IndexedDataset(write(tmp_path / "x", [[], []]))
-
-
 def test_full_check_finds_what_spaced_entries_miss(tmp_path):
     documents = [[k % 50, 1] for k in range(5000)]
     prefix, probed = write(tmp_path / "x", documents), {*probes(5000).tolist()}
-    unseen = next(k for k in range(5000) if not {k, k - 1} & probed)
+    unseen = next(k for k in range(5000) if not {k, k + 1} & probed)
     change(prefix, "idx", HEADER.size + 4 * 5000 + 8 * unseen, (1).to_bytes(8, "little"))
     data = IndexedDataset(prefix)
     with pytest.raises(DataError, match=f"sequence {unseen} begins at byte 1 of"):

@@ -197,12 +197,6 @@ def test_lone_surrogates_name_a_line_or_are_replaced_or_left_out(tmp_path, capsy
         assert shown in capsys.readouterr().out
 
 
-def test_bytes_that_are_not_utf8_follow_the_policy(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n{"text": "\xff"}\n{"text": "3"}\n')
-    (sidecar,) = run(tmp_path / "a.jsonl", tmp_path / "x", "--invalid-text", "skip")
-    assert sidecar["invalid_texts"] == 1 and sidecar["documents"] == 2
-
-
 @pytest.mark.parametrize(
     "keys, message",
     [

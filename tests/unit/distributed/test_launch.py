@@ -14,7 +14,6 @@ from megatron.distributed import setup
 from megatron.distributed.launchers import (
     Launch,
     LaunchError,
-    expand_counts,
     expand_hosts,
     rough_launch,
 )
@@ -247,10 +246,6 @@ def test_wrong_host_lists(text):
         expand_hosts(text)
 
 
-def test_counts():
-    assert expand_counts("4") == [4] and expand_counts("2(x3),1") == [2, 2, 2, 1]
-
-
 class TestDevice:
     """With as many pretended GPUs as a case needs."""
 
@@ -348,11 +343,6 @@ class TestDeterminism:
         assert first == int(SDPBackend.CUDNN_ATTENTION) != order[0]
         assert others == [each for each in order if each != first]
 
-    def test_a_cpu_is_left_alone(self):
-        environment: dict[str, str] = {}
-        set_determinism(torch.device("cpu"), True, environment)
-        assert environment == {} and not torch.are_deterministic_algorithms_enabled()
-
     def test_what_the_user_set(self):
         set_determinism(self.GPU, True, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
         set_determinism(self.GPU, False, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
@@ -398,17 +388,6 @@ class TestThreads:
         )
         share_cores(Launch(1, 4, 1, 4, "torchrun"), {"OMP_NUM_THREADS": "1"})
         assert self.chosen == threads
-
-    def test_only_launched_processes_change_their_threads(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        for launch in (
-            Launch(),
-            Launch(1, 4, 1, 4, "torch.distributed"),
-            Launch(1, 4, 1, 4, "environment"),
-        ):
-            setup.choose_device(launch, DistributedConfig())
-        assert self.chosen == [3]
 
 
 def test_a_backend_that_cannot_connect_is_one_message(monkeypatch):

@@ -191,14 +191,6 @@ class TestTorchrunsStore:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
         )
 
-    def test_an_attempt_after_another_one(self, agent):
-        ranks = launches(3, agent.port, agent_store=True)
-        for attempt in range(3):
-            stores = meet_all(ranks)
-            assert not stores[0].check(["key"])
-            stores[1].set("key", str(attempt))
-            assert [store.get("key") for store in stores] == [str(attempt).encode()] * 3
-
     def test_lines_of_a_failed_attempt_do_not_count(self, agent):
         ranks = launches(3, agent.port, agent_store=True)
         assert the_error(meet_all([ranks[0], ranks[2]], wait=SECONDS)).startswith(
@@ -212,16 +204,6 @@ class TestTorchrunsStore:
     def test_no_rank_zero(self, agent):
         error = the_error(meet_all(launches(4, agent.port, agent_store=True)[1:3], wait=SECONDS))
         assert error.startswith("ranks 0, 3 of 4 did not arrive") and "; ranks 1-2 did. " in error
-
-    def test_two_jobs_in_one_store(self, agent):
-        ranks = launches(2, agent.port, agent_store=True)
-        stores = meet_all([*ranks, *(dataclasses.replace(launch, job="other") for launch in ranks)])
-        stores[0].set("key", "mine")
-        assert (
-            stores[1].get("key") == b"mine"
-            and not stores[2].check(["key"])
-            and not stores[3].check(["key"])
-        )
 
     def test_a_store_that_goes_away(self, agent, monkeypatch):
         """The store's host dies while a rank waits there."""

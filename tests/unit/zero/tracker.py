@@ -119,9 +119,9 @@ def in_both_threads(mode: TorchDispatchMode) -> AbstractContextManager[Any]:
     """In the block, the second of two computations that take turns is under a mode of the first,
     which torch keeps by thread.
     """
-    real = Interleaver._second
+    real = Interleaver._run
 
-    def second(self: Interleaver, work: Callable[[], Any]) -> Any:
+    def run(self: Interleaver, index: int, work: Callable[[], Any]) -> Any:
         def under_the_mode() -> Any:
             _push_mode(mode)
             try:
@@ -129,9 +129,9 @@ def in_both_threads(mode: TorchDispatchMode) -> AbstractContextManager[Any]:
             finally:
                 _pop_mode()
 
-        return real(self, under_the_mode)
+        return real(self, index, under_the_mode if index else work)
 
-    return mock.patch.object(Interleaver, "_second", second)
+    return mock.patch.object(Interleaver, "_run", run)
 
 
 class LiveBytes(TorchDispatchMode):
