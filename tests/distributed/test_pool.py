@@ -1,7 +1,6 @@
 """The persistent Gloo worlds themselves."""
 
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -16,10 +15,6 @@ def add_ranks(n):
     x = torch.full((n,), float(dist.get_rank()))
     dist.all_reduce(x)
     return os.getpid(), dist.get_rank(), torch.get_num_threads(), x
-
-
-def is_preloaded():
-    return "parity.worker" in sys.modules
 
 
 def fail_on(rank):
@@ -58,11 +53,6 @@ def world():
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that have not failed get one second to report."""
     monkeypatch.setattr(pool, "GRACE", 1.0)
-
-
-def test_ranks_are_forked_with_the_trainer(world):
-    """Each would else import it, which takes longer than most cases."""
-    assert world.run(is_preloaded) == [True, True]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -47,6 +47,7 @@ from pretended.train import (
     fake_parameters,
     kernels_as_they_are,
     ranks_of,
+    with_fault,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -144,24 +145,8 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def one_more(fault: bool) -> Iterator[None]:
-    """With a fault: one more operator at the end of each layer's forward pass."""
-    from megatron.model.layer import TransformerLayer
-
-    forward = TransformerLayer.forward
-
-    def faulty(self: Any, x: torch.Tensor, micro: Any) -> torch.Tensor:
-        y = forward(self, x, micro)
-        y.detach() + 1
-        return y
-
-    with (
-        mock.patch.object(TransformerLayer, "forward", faulty)
-        if fault
-        else contextlib.nullcontext()
-    ):
-        yield
+def one_more_operator(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.detach() + 1
 
 
 def count(case: Case, layers: int, micro_batches: int, fault: bool) -> Launches:
@@ -180,7 +165,7 @@ def count(case: Case, layers: int, micro_batches: int, fault: bool) -> Launches:
         stack.enter_context(parts_of_a_step(launches))
         stack.enter_context(fake_parameters())
         stack.enter_context(kernels_as_they_are())
-        stack.enter_context(one_more(fault))
+        stack.enter_context(with_fault(one_more_operator if fault else None))
         stack.enter_context(without_plan())
         stack.enter_context(launches)
         words = [*case.words(folder), "--num-layers", str(layers), "--log-interval", "100"]

@@ -199,18 +199,18 @@ FAULTS: dict[str, Callable[[torch.Tensor], None]] = {
 
 
 @contextlib.contextmanager
-def with_fault(fault: str) -> Iterator[None]:
-    """A fault at the end of each layer's forward pass; nothing without a name."""
+def with_fault(fault: Callable[[torch.Tensor], object] | None) -> Iterator[None]:
+    """A fault at the end of each layer's forward pass, if any."""
     from megatron.model.layer import TransformerLayer
 
-    if not fault:
+    if fault is None:
         yield
         return
     forward = TransformerLayer.forward
 
     def faulty(self: TransformerLayer, x: torch.Tensor, micro: Any) -> torch.Tensor:
         y = forward(self, x, micro)
-        FAULTS[fault](y)
+        fault(y)
         return y
 
     with mock.patch.object(TransformerLayer, "forward", faulty):
@@ -365,7 +365,7 @@ def run(case_and_fault: str) -> dict[str, Any]:
         stack.enter_context(fake_parameters())
         stack.enter_context(kernels_as_they_are())
         stack.enter_context(even_rows(log))
-        stack.enter_context(with_fault(fault))
+        stack.enter_context(with_fault(FAULTS.get(fault)))
         stack.enter_context(without_plan())
         code, error = None, ""
         try:

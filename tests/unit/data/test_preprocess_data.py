@@ -11,7 +11,6 @@ import lzma
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -372,36 +371,6 @@ def test_command_line(tmp_path):
         failed = command(extra)
         assert failed.returncode == 2 and message in failed.stderr
         assert failed.stderr.startswith("preprocess_data.py: ") and "Trace" not in failed.stderr
-
-
-KILLED = """
-import os, sys
-sys.argv = ["preprocess_data.py", *sys.argv[1:]]
-os.path.isfile = lambda path: True
-from megatron.tools.preprocess_data import main
-main()
-"""
-
-
-def test_killed_half_way_leaves_the_old_output_and_a_second_run_repairs(tmp_path):
-    path = lines(tmp_path / "a.jsonl", integers(300))
-    run(path, tmp_path / "x")
-    before = raw(tmp_path / "x")
-    slow, part = tmp_path / "slow.jsonl.gz", tmp_path / "x_text_document.bin.part"
-    os.mkfifo(slow)  # a reader that waits for input holds the run open
-    flags = f"--input {path} {slow} --output-prefix {tmp_path / 'x'} --workers 1"
-    flags += " --tokenizer-type NullTokenizer --vocab-size 1000"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, *flags.split()], cwd=ROOT)
-    deadline = time.monotonic() + 300
-    while not part.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.2)
-    assert process.poll() is None and part.exists()
-    process.kill()
-    process.wait()
-    assert raw(tmp_path / "x") == before
-    run(path, tmp_path / "x", "--append-eod")
-    assert not list(tmp_path.glob("*.part")) and made(tmp_path / "x")[0].contains(1000)
 
 
 def test_a_killed_worker_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
