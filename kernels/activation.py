@@ -75,11 +75,10 @@ def configuration(
     """Of y's width, "forward" or "backward", where a bias is summed: two or four loads of 16 bytes
     a thread, eight programs a processor for the sums.
     """
-    row = find(
-        f"activation {direction}",
-        arch,
-        kind="bias" if bias and direction == "backward" else "gated" if kind in GATED else "plain",
-    )
+    form = "gated" if kind in GATED else "plain"
+    if bias and direction == "backward":
+        form = "bias"
+    row = find(f"activation {direction}", arch, kind=form)
     block = min(next_power_of_2(width), row.numbers["block"])
     programs = max(row.numbers.get("programs", 0) // -(-width // block), 1)
     prefetch = row.numbers.get("prefetch", 1)
@@ -240,12 +239,8 @@ def backward_kernel(
 
 def _width(x: Tensor, bias: Tensor | None, kind: str) -> int:
     assert kind in KINDS and x.dtype != torch.float64, "float64: the definition serves it"
-    assert (
-        bias is None
-        or bias.shape == x.shape[-1:]
-        and bias.dtype == x.dtype
-        and bias.is_contiguous()
-    )
+    if bias is not None:
+        assert bias.shape == x.shape[-1:] and bias.dtype == x.dtype and bias.is_contiguous()
     return x.shape[-1] // (2 if kind in GATED else 1)
 
 
@@ -279,7 +274,7 @@ def activation_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx, dbias in fp32: empty without a bias)."""
     width = _width(x, bias, kind)
-    dx, partials, form = _room_for_backward(x, bias, kind)
+    dx, partials, form = _allocate_gradients(x, bias, kind)
     if dx.numel() == 0:
         return dx, _sum_of(partials)
     rows = dy.numel() // width
@@ -302,7 +297,7 @@ def activation_backward(
     return dx, _sum_of(partials)
 
 
-def _room_for_backward(
+def _allocate_gradients(
     x: Tensor, bias: Tensor | None, kind: str
 ) -> tuple[Tensor, Tensor, KernelLaunch]:
     """(dx, the partial sums of dbias [programs, n], empty without a bias, how the kernel is
@@ -317,7 +312,7 @@ def _room_for_backward(
 
 @activation_backward.register_fake
 def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    dx, partials, _ = _room_for_backward(x, bias, kind)
+    dx, partials, _ = _allocate_gradients(x, bias, kind)
     return dx, _sum_of(partials)
 
 

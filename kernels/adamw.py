@@ -116,13 +116,14 @@ def adamw_kernel(
 
 def _constants(beta1: float, beta2: float, eps: float) -> dict[str, float]:
     """`1 - beta` is rounded once, not after beta was; log2 of 0 is as good as minus infinity."""
-    logs = (math.log2(beta) if beta > 0 else -1e30 for beta in (beta1, beta2))
+    log1, log2 = (math.log2(beta) if beta > 0 else -1e30 for beta in (beta1, beta2))
     return {
         "BETA1": beta1,
         "BETA2": beta2,
         "REST1": 1 - beta1,
         "REST2": 1 - beta2,
-        **dict(zip(("LOG1", "LOG2"), logs)),
+        "LOG1": log1,
+        "LOG2": log2,
         "EPS": eps,
     }
 

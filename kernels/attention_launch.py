@@ -45,10 +45,10 @@ def table_key(d: int, options: Options, causal: bool) -> dict[str, Any]:
     done to a score.
     """
     kind = "causal" if causal else "full"
-    if options.softcap is not None:
-        kind = "softcap"
     if options.drop > 0:
         kind = "dropout"
+    elif options.softcap is not None:
+        kind = "softcap"
     return {"d": max(64, columns(d)), "kind": kind}
 
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.kernels.lang import next_power_of_2
+
 ARCHITECTURES = (90, 80, 100)  # what is compiled without a GPU: major * 10 + minor, Hopper first
 # bytes a block may have, from an architecture on
 SHARED_MEMORY = {80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 120: 101376}
@@ -46,24 +48,20 @@ class Row:
 
     def launch(self) -> dict[str, int]:
         """Warps, stages and compiler's options, as a kernel's call takes them."""
-        return {
-            name: value
-            for name, value in self.numbers.items()
-            if name in ("num_warps", "num_stages", "maxnreg")
-        }
+        names = ("num_warps", "num_stages", "maxnreg")
+        return {name: value for name, value in self.numbers.items() if name in names}
 
     def unsupported_reason(self, capability: int) -> str | None:
         """Why a GPU cannot run it; None when it can."""
-        what = (
-            f"{self.operator} ({', '.join(f'{name} {value}' for name, value in self.key.items())})"
-        )
+        key = ", ".join(f"{name} {value}" for name, value in self.key.items())
+        what, where = f"{self.operator} ({key})", f"compute capability {capability / 10}"
         if self.refused:
-            return f"{what} on compute capability {capability / 10}: {self.refused}"
-        if self.shared > shared_memory(capability):
+            return f"{what} on {where}: {self.refused}"
+        shared = shared_memory(capability)
+        if self.shared > shared:
             return (
                 f"{what} needs {self.shared >> 10} KiB of shared memory for a block of threads, "
-                f"a GPU of compute capability {capability / 10} has "
-                f"{shared_memory(capability) >> 10}"
+                f"a GPU of {where} has {shared >> 10}"
             )
         return None
 
@@ -120,5 +118,6 @@ def columns_launch(operator: str, width: int, capability: int, least: int = 128)
     `least` up to the table's maximum.
     """
     row = find(operator, capability)
-    block = min(max(1 << max(width - 1, 0).bit_length(), least), row.numbers["block"])
-    return KernelLaunch(row, block, max(block // (32 * row.numbers["per_thread"]), 1))
+    block = min(max(next_power_of_2(width), least), row.numbers["block"])
+    warps = max(block // (32 * row.numbers["per_thread"]), 1)
+    return KernelLaunch(row, block, warps)

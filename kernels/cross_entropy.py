@@ -37,13 +37,9 @@ def cross_entropy_parts_reference(
     """parts [3, n] in fp32, fp64 for fp64."""
     z = logits[:, :columns].to(torch.promote_types(logits.dtype, torch.float32))
     if columns == 0:
-        return torch.stack(
-            [
-                z.new_full(labels.shape, torch.finfo(z.dtype).min),
-                z.new_zeros(labels.shape),
-                z.new_zeros(labels.shape),
-            ]
-        )
+        parts = z.new_zeros(3, *labels.shape)
+        parts[0] = torch.finfo(z.dtype).min
+        return parts
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     top = z.amax(-1)
     here = (labels >= 0) & (labels < columns)

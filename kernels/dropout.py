@@ -37,9 +37,8 @@ def dropout_add_reference(
 ) -> Tensor:
     """The definition."""
     rows = torch.broadcast_tensors(sample_ids[None, :], token_index[:, None])
-    keep = philox.keep_mask(key, [word.flatten() for word in rows], x.shape[-1], probability).view(
-        x.shape
-    )
+    words = [word.flatten() for word in rows]
+    keep = philox.keep_mask(key, words, x.shape[-1], probability).view(x.shape)
     return residual + x * keep * (1 / (1 - probability))
 
 

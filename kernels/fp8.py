@@ -257,7 +257,7 @@ def find_maxima(x: Tensor, scaling: str) -> Maxima:
 
 
 def _scale(count: int, length: int, scaling: str, device: torch.device) -> Tensor:
-    """Room for the scales of `count` rows of `length` elements."""
+    """Allocate the scales of `count` rows of `length` elements."""
     if scaling == "block":
         blocks = -(-length // BLOCK)
         return torch.empty(blocks, count, dtype=torch.float32, device=device).t()
@@ -301,7 +301,7 @@ def quantise_fp8(
 def _side(
     x: Tensor, dtype: torch.dtype, scaling: str, asked: bool, rows: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Room for q or q_t and its scale; of no size where it is not asked for."""
+    """Allocate q or q_t and its scale, of no size where it is not asked for."""
     if not asked:
         return x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
     return x.new_empty((rows, length), dtype=dtype), _scale(rows, length, scaling, x.device)
@@ -315,10 +315,10 @@ def _fill_scales(
     maxima: tuple[Tensor | None, Tensor | None],
 ) -> None:
     """The scales of tensors or rows from their maxima, which are found where not given."""
-    wanted = [amax for scale, amax in zip(scales, maxima, strict=True) if scale.numel()]
-    are_given = all(amax is not None for amax in wanted)
-    given = maxima if are_given else find_maxima(x, scaling)
-    for scale, amax in zip(scales, given, strict=True):
+    pairs = list(zip(scales, maxima, strict=True))
+    if any(scale.numel() and amax is None for scale, amax in pairs):
+        pairs = list(zip(scales, find_maxima(x, scaling), strict=True))
+    for scale, amax in pairs:
         if scale.numel():
             torch.mul(amax.clamp_min(TINY).view(scale.shape), 1 / largest, out=scale)
 
@@ -358,10 +358,8 @@ def _(
     amax_t: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, n = x.shape
-    return (
-        *_side(x, dtype, scaling, plain, m, n),
-        *_side(x, dtype, scaling, transposed, n, m),
-    )
+    own = _side(x, dtype, scaling, plain, m, n)
+    return *own, *_side(x, dtype, scaling, transposed, n, m)
 
 
 def quantise(
@@ -379,7 +377,8 @@ def quantise(
     given = maxima or (None, None)
     q, scale, q_t, scale_t = quantise_fp8(x, dtype, scaling, plain, transposed, *given)
     own = (q, scale) if plain else (None, None)
-    return Quantised(*own, *((q_t, scale_t) if transposed else (None, None)))
+    turned = (q_t, scale_t) if transposed else (None, None)
+    return Quantised(*own, *turned)
 
 
 def quantise_by_definition(

@@ -39,7 +39,7 @@ def next_power_of_2(n: int) -> int:
 LIBRARY = torch.library.Library("megatron", "FRAGMENT")
 # by the operator's name: what it calls, and what the planner runs in its place
 CALLED: dict[str, Callable] = {}
-MEASURED: dict[str, Callable] = {}
+FAKES: dict[str, Callable] = {}
 
 
 class Operator:
@@ -63,14 +63,14 @@ class Operator:
         """What shapes and types the results have. The planner counts what the function allocates,
         the operator's workspace among it, unless `register_workspace` gives it another function.
         """
-        MEASURED.setdefault(self.name, function)
+        FAKES.setdefault(self.name, function)
         torch.library.register_fake(self.name, function, lib=LIBRARY)
 
     def register_workspace(self, function: Callable) -> None:
         """A fake that allocates the operator's workspace too, where its size cannot be computed
         from the symbolic shapes of torch.compile.
         """
-        MEASURED[self.name] = function
+        FAKES[self.name] = function
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """How it is differentiated."""
@@ -103,14 +103,12 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return None  # a plan for another machine
     if triton is None:
         return "Triton is not installed (pip install triton)"
-    if device.type == "cuda":
-        major = torch.cuda.get_device_capability(device)[0]
-        return (
-            f"a GPU of compute capability {major}, the kernels need 8 or newer"
-            if major < 8
-            else None
-        )
-    return None if interpreted() else "it needs a GPU"
+    if device.type != "cuda":
+        return None if interpreted() else "it needs a GPU"
+    major = torch.cuda.get_device_capability(device)[0]
+    if major < 8:
+        return f"a GPU of compute capability {major}, the kernels need 8 or newer"
+    return None
 
 
 def capability(device: torch.device) -> int:
@@ -127,8 +125,6 @@ def multiprocessors(device: torch.device) -> int:
     """How many blocks of threads a GPU works on at once, at least; an H200's where there is no
     GPU.
     """
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda" and torch.cuda.is_available()
-        else 132
-    )
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -97,12 +97,8 @@ def rotary_(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
     )
     s, b, *groups, d = x.shape
     width, group = cos.shape[-1], groups[1] if len(groups) == 2 else 1
-    assert (
-        cos.shape == sin.shape == (s, b, 1, width)
-        and cos.stride() == sin.stride()
-        and width % 2 == 0
-        and width <= d
-    )
+    assert cos.shape == sin.shape == (s, b, 1, width) and cos.stride() == sin.stride()
+    assert width % 2 == 0 and width <= d
     assert len(groups) in (1, 2) and x.stride(-1) == cos.stride(-1) == 1 and direction in (1, -1)
     heads = groups[0] * group
     if x.numel() == 0 or width == 0:

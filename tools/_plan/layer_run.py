@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from megatron.kernels.lang import MEASURED
+from megatron.kernels.lang import FAKES
 from megatron.tools._plan import meta_results
 from megatron.tools._plan.measured_pass import MeasuredPass
 from megatron.tools._plan.operation_log import COLLECTIVE_LAUNCHES, OperationLog, PendingExchange
@@ -160,7 +160,7 @@ class LiveBytes(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        fake = MEASURED.get(function.name()) if function.namespace == "megatron" else None
+        fake = FAKES.get(function.name()) if function.namespace == "megatron" else None
         if (written := _written(function)) is not None:
             out = args[0] if written == "self" else (kwargs or {})[written]
         elif fake is None:
