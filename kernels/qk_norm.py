@@ -282,9 +282,9 @@ def _check(qkv: Tensor, *parameters: Tensor | None) -> None:
     # float64: the definition serves it
     fits = qkv.dtype != torch.float64 and qkv.dim() == 5 and qkv.is_contiguous()
     assert fits, (qkv.dtype, qkv.shape, qkv.stride())
-    found = [(each.shape, each.dtype) for each in parameters if each is not None]
-    expected = (qkv.shape[-1:], qkv.dtype)
-    assert all(each == expected for each in found), (found, expected)
+    for each in parameters:
+        if each is not None:
+            assert each.shape == qkv.shape[-1:] and each.dtype == qkv.dtype, each.shape
 
 
 @operator("qk_norm")

@@ -1,8 +1,10 @@
-"""The generator: known answers, addressability, distribution."""
+"""The generator: known answers, addressability, distribution; in kernels the same words."""
 
 import pytest
 import torch
 from megatron.kernels import philox
+from megatron.kernels.lang import jit, tl
+from megatron.kernels.random import philox4x32
 
 
 def words(*values):
@@ -76,3 +78,27 @@ def test_keep_mask_share_and_address():
     assert torch.equal(
         philox.keep_mask(key, [sample, position], 20, 0.1, first_column=30), mask[:, 30:50]
     )
+
+
+KEYS = [(0, 0), (philox.MASK, philox.MASK), (0xA4093822, 0x299F31D0), (3, 0x80000000)]
+
+
+@jit
+def words_kernel(counters, out, k0: tl.uint32, k1: tl.uint32, N: tl.constexpr):
+    i = tl.arange(0, N)
+    c0, c1 = tl.load(counters + i), tl.load(counters + N + i)
+    c2, c3 = tl.load(counters + 2 * N + i), tl.load(counters + 3 * N + i)
+    words = philox4x32(c0, c1, c2, c3, k0, k1)
+    for lane in tl.static_range(4):
+        tl.store(out + lane * N + i, words[lane].to(tl.int64))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_words_of_kernels(device, key):
+    corners = torch.tensor([0, 1, 2**31 - 1, 2**31, philox.MASK - 1, philox.MASK])
+    counters = torch.cat(
+        [corners[torch.arange(4 * 6).view(4, 6) % 6], torch.randint(0, 2**32, (4, 58))], 1
+    ).to(device)
+    out = torch.empty(4, 64, dtype=torch.int64, device=device)
+    words_kernel[(1,)](counters, out, *key, 64)
+    assert torch.equal(out, torch.stack(philox.philox4x32(list(counters), key)))
