@@ -17,12 +17,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import Policy, commit, not_saved, retire
@@ -120,7 +119,7 @@ def serve(descriptor: int, pipe: int) -> None:
     with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view, suppress(EOFError):
         while True:
             command = json.loads(trainer.recv_bytes())
-            _send(trainer, _outcome(lambda: WORK[command["do"]](command, view, trainer), command))
+            _send(trainer, _outcome(command, view, trainer))
 
 
 def _send(trainer: Connection, answer: JsonObject) -> None:
@@ -141,9 +140,9 @@ class _TrainerLog(logging.Handler):
         _send(self.trainer, {"log": [record.levelno, record.getMessage()]})
 
 
-def _outcome(part: Callable[[], Any], command: JsonObject) -> JsonObject:
+def _outcome(command: JsonObject, memory: memoryview, trainer: Connection) -> JsonObject:
     try:
-        return {"result": part()}
+        return {"result": WORK[command["do"]](command, memory, trainer)}
     except CheckpointError as error:
         return {"error": str(error)}
     except (OSError, MemoryError) as error:

@@ -21,9 +21,8 @@ from megatron.checkpoint.files import (
     clean,
     hold,
     make_root,
-    new_file,
     sync_folder,
-    write_all,
+    write_file,
 )
 from megatron.checkpoint.index import Index, newest_first, read_manifest
 from megatron.checkpoint.manifest import (
@@ -160,8 +159,7 @@ def commit(
     content = manifest_of(iteration, attempt, shards, state, utc_now())
     if superseded:
         content["left"] = superseded
-    with new_file(temporary / MANIFEST) as file:
-        write_all(file, [memoryview(encode_manifest(content))])
+    write_file(temporary / MANIFEST, encode_manifest(content))
     sync_folder(temporary)
     try:
         Index(temporary)  # what could not be opened later is not committed now
@@ -240,8 +238,7 @@ def _fault_of(target: Path, shards: list[JsonObject], state: JsonObject) -> str 
 def _write_tracker(root: Path, iteration: int, attempt: str) -> None:
     temporary = root / f".tmp-iter-{iteration}-{attempt}.txt"
     with suppress(OSError):  # only a hint: without it the save has succeeded all the same
-        with new_file(temporary) as file:
-            write_all(file, [memoryview(f"{iteration}\n".encode())])
+        write_file(temporary, f"{iteration}\n".encode())
         os.rename(temporary, root / TRACKER)
         sync_folder(root)
 

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -66,6 +67,12 @@ def write_all(file: int, buffers: list[memoryview], at: int = 0) -> int:
         if left:
             left[0] = left[0][written:]
     return total
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A new file, durable."""
+    with new_file(path) as file:
+        write_all(file, [memoryview(content)])
 
 
 def sync_folder(path: Path) -> None:
@@ -131,27 +138,22 @@ def clean(root: Path, attempt: str) -> None:
 # ---- shards --------------------------------------------------------------------------------------
 
 
+@dataclass
 class WriteProgress:
     """Called with the bytes of a shard as they are written: logs them every PROGRESS_S seconds, and
     waits so that they are at most `rate` MB/s.
     """
 
-    def __init__(
-        self,
-        iteration: int,
-        total: int,
-        rate: float | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.iteration = iteration
-        self.total = total
-        self.rate = rate
-        self.clock = clock
-        self.sleep = sleep
+    iteration: int
+    total: int
+    rate: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
         self.done = 0
-        self.start = self.last = self.begun = clock()  # `begun`: the bytes of the next call
+        # `begun`: the bytes of the next call
+        self.start = self.last = self.begun = self.clock()
 
     def __call__(self, count: int) -> None:
         # what is slower than the rate for a while is not made up for later
@@ -192,8 +194,7 @@ def write_shard_file(
         m.CHUNK, len(header), len(header) + size, m.chunk_digest(header), tuple(digests)
     )
     raw = table.encode()
-    with new_file(folder / table_file(index)) as file:
-        write_all(file, [memoryview(raw)])
+    write_file(folder / table_file(index), raw)
     record = {"file": shard_file(index), "bytes": table.size, "table_digest": table_digest(raw)}
     if verify:
         read_back(folder, index, record)

@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint.files import make_root, new_file, write_all
+from megatron.checkpoint.files import make_root, new_file, write_file
 from megatron.checkpoint.manifest import CheckpointError, utc_now
 
 logger = logging.getLogger(__name__)
@@ -125,8 +125,7 @@ def take_lease(root: str | Path, job: str) -> Lease:
     me = describe_run(job)
     while True:
         try:
-            with new_file(path) as file:
-                write_all(file, [memoryview(json.dumps(me, indent=1).encode() + b"\n")])
+            write_file(path, json.dumps(me, indent=1).encode() + b"\n")
             return Lease(path, me["token"])
         except FileExistsError:
             with suppress(FileNotFoundError):  # it was released just now

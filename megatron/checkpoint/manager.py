@@ -149,6 +149,7 @@ class Saved:
     stall: float
 
 
+@dataclass
 class CheckpointManager:
     """`save` a run's checkpoints under `root`: synchronously, or with `memory`, bytes of host
     memory for this rank's shard, in the background, at most at `rate` MB/s. With
@@ -159,27 +160,19 @@ class CheckpointManager:
     called with it, and older ones go by `retention`.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        ranks: Ranks,
-        memory: int | None = None,
-        *,
-        retention: Policy = Policy(),
-        verify: bool = False,
-        local_checkpoints: LocalCheckpoints | None = None,
-        rate: float | None = None,
-        report: Callable[[int, Saved], None] = lambda iteration, saved: None,
-    ):
-        self.root = Path(root)
-        self.ranks = ranks
-        self.retention = retention
-        self.verify = verify
-        self.local_checkpoints = local_checkpoints
-        self.rate = rate
-        self.report = report
+    root: Path
+    ranks: Ranks
+    memory: int | None = None
+    retention: Policy = Policy()
+    verify: bool = False
+    local_checkpoints: LocalCheckpoints | None = None
+    rate: float | None = None
+    report: Callable[[int, Saved], None] = lambda iteration, saved: None
+
+    def __post_init__(self) -> None:
+        self.root = Path(self.root)
         # iterations that were there before this run, on the first rank
-        self.before = list_iterations(self.root) if ranks.first else []
+        self.before = list_iterations(self.root) if self.ranks.first else []
         self.pending: PendingSave | None = None
         self.went_well = True  # the last save
         self.stall = 0.0  # seconds that the last one has held training up
@@ -187,12 +180,12 @@ class CheckpointManager:
         # A process writes in the background; a shard of the local tier needs no memory.
         self.background: Background | None = None
         self.staging: Staging | None = None
-        if memory is not None:
-            size = memory if local_checkpoints is None else mmap.PAGESIZE
-            self.background = Background(size)
-            ranks.gather_or_raise(self.background.start)
-            if local_checkpoints is None:
-                self.staging = Staging(self.background, ranks.device)
+        if self.memory is not None:
+            has_local = self.local_checkpoints is not None
+            self.background = Background(mmap.PAGESIZE if has_local else self.memory)
+            self.ranks.gather_or_raise(self.background.start)
+            if not has_local:
+                self.staging = Staging(self.background, self.ranks.device)
 
     def save(
         self,

@@ -251,6 +251,7 @@ def decode_manifest(raw: bytes, path: Path) -> JsonObject:
         content = parse_json(body)
         _check_content(content)
         check_run_state(content["state"])
+        shapes_of(content["state"].get("tensors", {}))
     except MALFORMED as error:
         raise CheckpointError(f"{path}: not a manifest of this format: {error}") from error
     return content

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.commit import Attempt, commit, not_saved, not_writable
-from megatron.checkpoint.files import WriteProgress, new_file, write_all, write_shard_file
+from megatron.checkpoint.files import WriteProgress, write_file, write_shard_file
 from megatron.checkpoint.manifest import box_key, encode_header, iteration_folder
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
@@ -85,8 +85,7 @@ def try_folder(root: str | Path, ranks: Ranks = SINGLE_RANK) -> None:
     root = Path(root)
 
     def write() -> None:
-        with new_file(attempt.folder / f"rank-{ranks.world.rank}") as file:
-            write_all(file, [memoryview(b"x")])
+        write_file(attempt.folder / f"rank-{ranks.world.rank}", b"x")
 
     with Attempt(root, 0, ranks, partial(not_writable, root)) as attempt:
         attempt.gather_or_raise(write)
@@ -212,15 +211,12 @@ def own_part(
     for box, tensor, _ in held:
         totals[box.replicated, box.group] += shard_bytes([(box, tensor)])
     passed: Counter[Kind] = Counter()
-    found = []
+    found: Pairs = []
     for box, tensor, place in held:
         kind = box.replicated, box.group
         size = shard_bytes([(box, tensor)])
         begin = passed[kind]  # of this box in the bytes of its kind
         passed[kind] += size
-        if place.size == 1:
-            found.append((box, tensor))
-            continue
         rows = box.extent[0]
         # a row belongs to the range that its first byte lies in: count those before each cut
         cuts = (totals[kind] * (place.rank + end) // place.size for end in (0, 1))

@@ -155,7 +155,7 @@ def make_manager(
         tracker.log(iteration, metrics)
 
     return CheckpointManager(
-        options.save,
+        Path(options.save),
         ranks,
         memory,
         retention=Policy(options.save_retain_interval, options.save_keep_last),

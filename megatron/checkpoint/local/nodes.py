@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megatron.checkpoint.files import new_file, sync_folder, write_all
+from megatron.checkpoint.files import sync_folder, write_file
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder
 from megatron.checkpoint.ranks import Ranks
 
@@ -145,8 +145,7 @@ def new_run(save: str | Path) -> str:
     """Give --save the id of a new run. Raises OSError."""
     run = secrets.token_hex(16)
     temporary = Path(save, f".{RUN_FILE}-{run}")
-    with new_file(temporary) as file:
-        write_all(file, [memoryview(f"{run}\n{os.path.realpath(save)}\n".encode())])
+    write_file(temporary, f"{run}\n{os.path.realpath(save)}\n".encode())
     os.rename(temporary, Path(save, RUN_FILE))
     sync_folder(Path(save))
     return run

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoint.files import GIB
 from megatron.checkpoint.index import Head, load_bytes, read_head, verify_shard
 from megatron.checkpoint.local.exchange import Stream
 from megatron.checkpoint.local.nodes import Nodes
@@ -199,8 +197,8 @@ def restore(found: Found, *, copies: bool) -> bool:
 
 
 def _make(found: Found, streams: list[Stream]) -> None:
-    """Replace the folder of every node that gets files by one with links to its old files, and the
-    new ones. Raises UserError on every rank when that fails; nothing has changed then.
+    """Replace the folder of every node by one with links to its old files, and the new ones. Raises
+    UserError on every rank when that fails; nothing has changed then.
     """
     nodes = found.nodes
     made = [{each.number for each in streams if each.to in ranks} for ranks in nodes.members]
@@ -214,7 +212,7 @@ def _make(found: Found, streams: list[Stream]) -> None:
     with NodeAttempt(nodes, found.run, found.iteration, "rebuilt") as attempt:
         attempt.gather_or_raise(link)
         attempt.make(streams, found.records, found.reader, found.folder, len(found.shards))
-        attempt.publish(found.manifest, lambda node: bool(made[node]))
+        attempt.publish(found.manifest)
     for held, numbers in zip(found.held, made):
         held |= numbers
     to = ", ".join(
@@ -228,44 +226,34 @@ def _make(found: Found, streams: list[Stream]) -> None:
     )
 
 
-def _bytes_of_nodes(found: Found) -> list[int]:
-    return [sum(found.records[number]["bytes"] for number in held) for held in found.held]
-
-
 def _second_copies(found: Found) -> list[Stream]:
-    """Every shard that one node alone has goes to the emptiest other one."""
+    """Every shard that one node alone has goes to the next one."""
     streams = []
-    load = _bytes_of_nodes(found)
     for number in found.shards:
-        holders, size = found.holders(number), found.records[number]["bytes"]
+        holders = found.holders(number)
         if len(holders) == 1:
-            others = [node for node in range(len(load)) if node not in holders]
-            to = min(others, key=load.__getitem__)
-            load[to] += size
-            streams.append(Stream.copy(number, size, found.nodes.rank(to, number)))
+            to = found.nodes.rank((holders[0] + 1) % len(found.held), number)
+            streams.append(Stream.copy(number, found.records[number]["bytes"], to))
     return streams
 
 
 def _rebuilt(found: Found) -> list[Stream]:
-    """A missing shard and the block of the same place go to one node: of those with the fewest
-    other files of the stripe the emptiest.
+    """A missing shard and the block of the same place go to one node: that with the fewest other
+    files of the stripe, then of all.
     """
     streams = []
+    load = [len(held) for held in found.held]
     missing = found.missing
-    load = _bytes_of_nodes(found)
     for stripe in found.stripes:
         blocks = range(stripe.first, stripe.first + len(stripe.shards))
         for place, (shard, block) in enumerate(zip(stripe.shards, blocks)):
-            lost = [number for number in (shard, block) if number in missing]
-            if not lost:
-                continue
             others = {*stripe.shards, *blocks} - {shard, block}
             shared = [len(others & held) for held in found.held]
-            to = min(range(len(shared)), key=lambda node: (shared[node], load[node]))
-            for number in lost:
-                make = stripe.shard if number == shard else stripe.xor_block
-                load[to] += found.records[number]["bytes"]
-                streams.append(make(place, found.nodes.rank(to, number)))
+            node = min(range(len(load)), key=lambda node: (shared[node], load[node]))
+            for number, make in ((shard, stripe.shard), (block, stripe.xor_block)):
+                if number in missing:
+                    load[node] += 1
+                    streams.append(make(place, found.nodes.rank(node, number)))
     return streams
 
 
@@ -309,7 +297,6 @@ class LocalCheckpoint(Checkpoint):
         records, shards = self.found.records, len(self.shards)
         attempt = NodeAttempt(nodes, self.found.run, self.found.iteration, "read").__enter__()
         self._attempt = attempt
-        attempt.gather_or_raise(lambda: self._require_space(sum(each.size for each in here)))
         attempt.make(streams, records, self.found.reader, self.path, shards)
 
         # 3. From now on they are read from here.
@@ -327,16 +314,6 @@ class LocalCheckpoint(Checkpoint):
             for piece, *_ in self.overlaps(box)
         }
         return sorted(needed - self.found.held[self.nodes.index])
-
-    def _require_space(self, size: int) -> None:
-        free = shutil.disk_usage(self.nodes.root).free
-        if size > free:
-            raise CheckpointError(
-                f"--local-checkpoint-dir {self.nodes.root} on {self.nodes.host}: on this layout "
-                f"its ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
-                f"{free / GIB:.3g} GiB are free: free space, start with the layout and nodes of "
-                f"before, or {self._instead()}"
-            )
 
     def _instead(self) -> str:
         return "take a checkpoint of --load with --ckpt-step"

@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,9 @@ from typing import Any
 from megatron.checkpoint.commit import Attempt, in_words, trash_folder
 from megatron.checkpoint.files import (
     GIB,
-    new_file,
     split_header,
     sync_folder,
-    write_all,
+    write_file,
     write_shard_file,
 )
 from megatron.checkpoint.local.exchange import Owner, Stream, exchange
@@ -162,17 +161,14 @@ class NodeAttempt(Attempt):
 
         return {number: entry for each in self.gather_or_raise(carry_out) for number, entry in each}
 
-    def publish(self, manifest: bytes, on: Callable[[int], bool] = lambda node: True) -> None:
-        """Add the manifest and give the folder its name, in the place of one that is there, on the
-        nodes chosen.
-        """
+    def publish(self, manifest: bytes) -> None:
+        """Add the manifest and give the folder its name, in the place of one that is there."""
         target = self.root / iteration_folder(self.iteration)
 
         def replace() -> str | None:
-            if not self.nodes.first or not on(self.nodes.index):
+            if not self.nodes.first:
                 return None
-            with new_file(self.folder / MANIFEST) as file:
-                write_all(file, [memoryview(manifest)])
+            write_file(self.folder / MANIFEST, manifest)
             sync_folder(self.folder)
             if os.path.lexists(target):
                 os.rename(target, self._trash(self.iteration))

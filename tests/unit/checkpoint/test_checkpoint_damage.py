@@ -300,7 +300,7 @@ FORGED = [
     ),
     (
         state(lambda s: s.update(tensors={"a": [1.5]})),
-        "state.tensors: the shape of a is not a list of natural numbers",
+        "the shape of a is not a list of natural numbers",
     ),
 ]
 

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -63,23 +62,6 @@ def test_the_first_rank_opens_everything_and_the_others_what_they_read(gloo_worl
     across = [reading for _, reading in gloo_world(4).run(open_and_read, tmp_path, 7, 3)]
     assert all(len(set(reading)) == len(reading) for reading in across)
     assert sum(map(len, across)) > 8
-
-
-def open_unencoded(root) -> str:
-    """The error when the first rank cannot read what the others need."""
-
-    def fail(index: Index) -> bytes:
-        raise CheckpointError("the disk failed")
-
-    with mock.patch.object(Index, "encode", fail), pytest.raises(ValueError) as error:
-        open_checkpoint(root, ranks=all_ranks())
-    return str(error.value)
-
-
-def test_no_rank_waits_for_an_index_that_cannot_be_sent(gloo_world, tmp_path):
-    gloo_world(2).run(save, tmp_path, 1, 7, BOTH)
-    first, second = gloo_world(2).run(open_unencoded, tmp_path)
-    assert first == second and "the disk failed. iter_0000001 cannot be loaded" in first
 
 
 def test_an_index_that_was_sent_is_the_one_that_was_opened(tmp_path):

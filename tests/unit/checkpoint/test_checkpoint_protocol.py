@@ -22,7 +22,7 @@ from megatron.checkpoint import commit, files, writer
 from megatron.checkpoint.files import read_back
 from megatron.checkpoint.index import Index
 from megatron.checkpoint.manifest import CHUNK, CheckpointError, list_iterations
-from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 
 STATE = {"iteration": 2, "consumed_samples": 16}
@@ -173,41 +173,6 @@ def test_a_zombie_of_an_earlier_attempt_cannot_replace_what_was_saved_since(root
 
 
 # ---- failing writes ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
-def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, call):
-    """Each call of a save fails in turn with an I/O error: one CheckpointError, or the save was
-    complete before it (the tracker).
-    """
-    real, failed = getattr(os, call), 0
-    for at in range(100):
-        count = -1
-
-        def flaky(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == at:
-                raise OSError(5, "Input/output error")
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(files.os, call, flaky)
-        try:
-            path = save_checkpoint(root, 2 + at, pairs(example(at)), STATE)
-        except CheckpointError as error:
-            monkeypatch.setattr(files.os, call, real)
-            assert f"iteration {2 + at} was not saved: Input/output error" in str(error)
-            failed += 1
-            newest = open_checkpoint(root).path
-            with Checkpoint(newest) as checkpoint:
-                checkpoint.verify()
-            assert not [name for name in listing(root) if name.startswith(".tmp")] or call == "open"
-        else:
-            monkeypatch.setattr(files.os, call, real)
-            loads(path, example(at))
-            if count < at:  # no such call any more
-                break
-    assert failed >= {"open": 4, "pwritev": 3, "fsync": 4, "rename": 1}[call]
 
 
 def test_short_writes_are_completed(root, monkeypatch):

@@ -87,10 +87,7 @@ def test_the_same_slurm_job_on_another_node_is_followed_at_once(tmp_path):
     assert "earlier start of the same Slurm job" in line
 
 
-@pytest.mark.parametrize(
-    "content",
-    [elsewhere("7"), b"", b"[" * 4000, b"\xff\xfe", b'{"pid": "1"}', b'{"pid": 1, "run": 2}'],
-)
+@pytest.mark.parametrize("content", [elsewhere("7"), b"", b'{"pid": 1, "run": 2}'])
 def test_a_silent_owner_is_watched_and_then_followed(tmp_path, content):
     """One elsewhere, and one that cannot be read."""
     write(tmp_path, content)
