@@ -4,14 +4,9 @@ storages that live when the forward passes of a real model are over.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from unittest import mock
-
 import pytest
 import torch
-from megatron.tools._plan.activations import Shape, forget_passes, unit_bytes
-from megatron.tools._plan.layer_run import LayerRun
+from megatron.tools._plan.activations import Shape, unit_bytes
 from memory_models import DRY, GROUPED, LATENT, LLAMA, VOCAB, configure, whole_model
 from unit.by_hand import backward_input, forward, loss_gradient
 from unit.storages import Storages
@@ -19,10 +14,8 @@ from unit.zero.measure import launches_of_nothing
 
 from megatron.config.groups import Config
 from megatron.config.recompute import INSIDE
-from megatron.model import layer as model_layer
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import whole
-from megatron.parallel import offload
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.offload import OffloadingRunner, Pass, Route
 from megatron.parallel.schedule import Kind
@@ -117,17 +110,6 @@ def test_bytes_are_those_that_live(name):
     assert (found[1] > 0) == config.training.activation_offload
 
 
-def test_forgotten_passes_are_run_again():
-    """Including those that find which bytes go to the host."""
-    config = of_row("llama, on the host")
-    before = planned(config)
-    forget_passes()
-    with mock.patch.object(LayerRun, "leaving", lambda *_: ([1], False, False)):
-        assert planned(config)[1] == MICRO_BATCHES * config.model.num_layers
-    forget_passes()
-    assert planned(config) == before
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors, which take the interpreter")
 @pytest.mark.parametrize("name", OURS)
 def test_bytes_with_our_kernels_are_those_that_live(name):
@@ -179,39 +161,3 @@ def test_bytes_of_tensor_parallel_ranks_are_those_that_live(gloo_world, model):
     units = unit_bytes(Shape(config, VOCAB, "cpu"), whole(config.model)[0])
     expected = sum(unit.saved + unit.logits for unit in units)
     assert gloo_world(2).run(kept_bytes, config) == [expected] * 2
-
-
-# ---- faults that the count must see
-
-
-@contextlib.contextmanager
-def a_sent_storage_stays() -> Iterator[None]:
-    let_go, kept = offload.HostCopies.let_go, []
-
-    def forgetful(self, departed):
-        kept.append(departed.storages[0].tensor)
-        let_go(self, departed)
-
-    with mock.patch.object(offload.HostCopies, "let_go", forgetful):
-        yield
-
-
-@contextlib.contextmanager
-def a_piece_keeps_its_activation() -> Iterator[None]:
-    rebuilt = frozenset({"mlp_act"})
-    with mock.patch.object(model_layer, "always_rebuilt", lambda model: rebuilt):
-        yield
-
-
-@pytest.mark.parametrize(
-    "fault, name",
-    [
-        (a_sent_storage_stays, "llama, on the host"),
-        (a_piece_keeps_its_activation, "llama, MLP in pieces"),
-    ],
-)
-def test_faults_are_seen(fault, name):
-    config = of_row(name)
-    right = planned(config)
-    with fault():
-        assert alive(config) != right
