@@ -56,17 +56,18 @@ def breaches(root: Path) -> list[str]:
         name = path.relative_to(root).as_posix()
         text = path.read_text()
         tree = ast.parse(text, name)
+        nodes = list(ast.walk(tree))
         lines = text.count("\n") + 1
         if lines > LONGEST_FILE:
             most = f"the most is {LONGEST_FILE}: split the file or delete something"
             found.append(f"{name}:{LONGEST_FILE}: {lines} lines; {most}")
-        for line, module in _imports(tree, name):
+        for line, module in _imports(nodes, name):
             found += [f"{name}:{line}: {problem}" for problem in _import_problems(name, module)]
-        found += [f"{name}:{line}: {problem}" for line, problem in _statements(tree, name)]
+        found += [f"{name}:{line}: {problem}" for line, problem in _statements(nodes, name)]
         if name.startswith(("megatron/", "kernels/", "tools/_")):
-            found += [f"{name}:{line}: {problem}" for line, problem in _large(tree, name)]
+            found += [f"{name}:{line}: {problem}" for line, problem in _large(nodes)]
             found += [f"{name}:{line}: {problem}" for line, problem in _aliased(tree)]
-        for node in ast.walk(tree) if _in_library(name) else ():
+        for node in nodes if _in_library(name) else ():
             if isinstance(node, ast.ClassDef):
                 first = classes.setdefault(node.name, f"{name}:{node.lineno}")
                 if first != f"{name}:{node.lineno}":
@@ -74,7 +75,7 @@ def breaches(root: Path) -> list[str]:
                     found.append(f"{name}:{node.lineno}: {other}: a name means one thing")
         found += [
             f"{name}:{line}: a path of one machine: {value!r}"
-            for line, value in _strings(tree)
+            for line, value in _strings(nodes)
             if MACHINE_PATH.search(value)
         ]
     texts = [*root.glob("scripts/**/*.sh"), *root.glob("*.md"), *root.glob("docs/**/*.md")]
@@ -110,12 +111,12 @@ def _packages(root: Path) -> Iterator[str]:
             yield f"{name}/:1: is a package without a rule: add it to rules.MAY_IMPORT"
 
 
-def _imports(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
+def _imports(nodes: list[ast.AST], name: str) -> Iterator[tuple[int, str]]:
     """(line, absolute dotted name) of every import, wherever it is; `from a import b` gives
     a.b.
     """
     package = name.removesuffix(".py").split("/")[:-1]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -156,12 +157,12 @@ def _import_problems(name: str, module: str) -> Iterator[str]:
         yield f"{package} may not import {module} (it may import {names})"
 
 
-def _statements(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
+def _statements(nodes: list[ast.AST], name: str) -> Iterator[tuple[int, str]]:
     """Pickle calls anywhere; sys.path in tools; `global` and environment variables inside the
     library.
     """
     library = _in_library(name)
-    for node in ast.walk(tree):
+    for node in nodes:
         if (
             isinstance(node, ast.Call)
             and _dotted(node.func) in PICKLE_CALLS
@@ -198,19 +199,17 @@ def _statements(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, "reads an environment variable: make it a flag"
 
 
-def _large(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
+def _large(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Functions that are too large to be read at once."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         size = sum(1 for _ in ast.walk(node))
         decorators = [each for decorator in node.decorator_list for each in ast.walk(decorator)]
         compiled = any(_dotted(each).endswith("jit") for each in decorators)
         if size > LARGEST_FUNCTION and not compiled:
-            yield (
-                node.lineno,
-                f"{node.name} has {size} syntax nodes; the most is {LARGEST_FUNCTION}: split it",
-            )
+            most = f"the most is {LARGEST_FUNCTION}: split it"
+            yield node.lineno, f"{node.name} has {size} syntax nodes; {most}"
 
 
 def _aliased(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -225,10 +224,10 @@ def _aliased(tree: ast.Module) -> Iterator[tuple[int, str]]:
             )
 
 
-def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _strings(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     return (
         (node.lineno, node.value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
 

@@ -7,19 +7,7 @@ from megatron.tools._plan.advice import Machine
 from megatron.tools._plan.communicators import CHANNEL_BYTES, CHANNELS, nccl_buffers
 from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.table import memory_report
-
-from megatron.config.arguments import parse_arguments
-from megatron.config.groups import Config
-from megatron.config.validate import resolve
-
-VOCAB = 1024
-MODEL = """--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --bf16
---micro-batch-size 1 --lr 1e-3 --train-iters 2 --mock-data --vocab-size 1023"""
-
-
-def config_of(flags: str, ranks: int) -> Config:
-    return resolve(parse_arguments([*MODEL.split(), *flags.split()]).config, ranks, VOCAB).config
-
+from step_models import DENSE, VOCABULARY, resolved
 
 PP = "--pipeline-model-parallel-size"
 TP = "--tensor-model-parallel-size"
@@ -38,14 +26,14 @@ UNTIED = "--untie-embeddings-and-output-weights"
     ],
 )
 def test_the_communicators_of_a_rank(flags, ranks, collectives, messages):
-    found = nccl_buffers(config_of(flags, ranks), ranks)
+    found = nccl_buffers(resolved(DENSE + flags, ranks), ranks)
     assert found.communicators == collectives + messages
     assert found.bytes == (CHANNELS * collectives + 4 * messages) * CHANNEL_BYTES
 
 
 def test_the_line_stands_where_there_are_others_to_reach_with_nccl():
     def lines(ranks: int, device: str) -> list[str]:
-        plan = MemoryPlan(config_of("", ranks), VOCAB, ranks, device)
+        plan = MemoryPlan(resolved(DENSE, ranks), VOCABULARY, ranks, device)
         report = memory_report(plan, memory=80, machine=Machine())
         return [line for line in report if "NCCL" in line]
 

@@ -1,4 +1,4 @@
-"""Published rows and predictions."""
+"""Published rows and predictions, and what other programs need."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron.tools._plan.rows import read_rows
+from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.operations import Operations
+from megatron.tools._plan.program import OURS, Program
+from megatron.tools._plan.program_memory import peak_of
+from megatron.tools._plan.rows import program_of, read_rows, row_flags
 from megatron.tools._plan.validate import percentile, predict_row, score, spearman
+from megatron.tools._plan.work import Exchange
+from step_models import DENSE, TOKENS, VOCABULARY, resolved
 
 from megatron.config.errors import UserError
 from tools.plan import run
@@ -61,3 +67,47 @@ def test_measures_of_a_group(file):
     assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
     assert percentile([1, 2, 3, 4, 5], 0.9) == pytest.approx(4.6)
+
+
+# ---- other programs
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_whole_logits_are_gathered_and_read_on_every_rank(tp):
+    flags = f"--untie-embeddings-and-output-weights --tensor-model-parallel-size {tp}"
+    config = resolved(f"{DENSE} {flags} --no-tp-comm-overlap")
+    ours, whole = (
+        Operations(config, VOCABULARY, program) for program in (OURS, Program(whole_logits=True))
+    )
+    logits = TOKENS * ours.vocab * tp
+    exchanges = whole.head().forward.exchanges
+    assert (Exchange("all-gather", "tp", 2 * logits) in exchanges) == (tp == 2)
+    assert Exchange("all-reduce", "tp", 4 * TOKENS) not in exchanges
+    assert sum(whole.head().forward.streams) == (18 + 4 * (tp == 2)) * logits
+    assert sum(whole.head().backward_input.streams) == 22 * logits
+    assert whole.head().forward.products == ours.head().forward.products
+    peak = MemoryPlan(config, VOCABULARY, 8).fullest.total
+    assert peak_of(OURS, config, VOCABULARY, 8) == peak
+
+
+def test_a_row_is_planned_as_the_program_that_ran_it():
+    row = {
+        "source": "Aleph-Alpha/x", "layers": "40", "hidden": "5120", "heads": "40",
+        "kv_heads": "40", "ffn": "13824", "vocab": "128000", "seq": "8192", "tp": "1", "pp": "4",
+        "gpus": "64", "global_batch": "512", "kernels": "FlashAttention-2, unfused RMSNorm",
+    }  # fmt: skip
+    assert program_of(row) == Program(
+        whole_logits=True, gathered_inputs=True, activated_gate=True, normed=True
+    )
+    assert not program_of(row | {"kernels": "fused RMSNorm kernel"}).normed
+    assert program_of(row | {"source": "elsewhere"}) == Program(normed=True)
+    flags, _ = row_flags(row)
+    layout = flags[flags.index("--pipeline-model-parallel-layout") + 1]
+    # 13.0 billion parameters of 40 layers, and 0.66 of each matrix
+    assert [stage.count("t") for stage in layout.split("|")] == [9, 11, 11, 9]
+    assert layout.startswith("E") and layout.endswith("L")
+    # by its bound of six layers alone, 14 stages would do
+    row |= {"layers": "80", "hidden": "8192", "heads": "64", "kv_heads": "64", "ffn": "22016"}
+    flags, _ = row_flags(row | {"pp": "16"})
+    stages = flags[flags.index("--pipeline-model-parallel-layout") + 1].split("|")
+    assert len(stages) == 16 and all(stages) and sum(each.count("t") for each in stages) == 80
