@@ -50,6 +50,8 @@ def test_a_search_needs_no_layout_that_divides_the_batch():
     with pytest.raises(UserError, match="--num-attention-heads 7") as raised:
         run("search", [*flags.replace("128", "8").split(), "--num-attention-heads", "7"])
     assert "batch" not in str(raised.value)
+    with pytest.raises(UserError, match="--attention-backend fa4: cannot compute --window-size"):
+        run("search", f"{DENSE} --world-size 8 --window-size 1024 --attention-backend fa4".split())
 
 
 def changes_of(flags: str, world: int) -> list[dict]:
@@ -109,7 +111,7 @@ def test_flags_of_a_search_are_the_run():
     "flags, world, count",
     [
         pytest.param(f"{DENSE} --global-batch-size 32", 8, 24, marks=pytest.mark.full),
-        (f"{EXPERTS} --global-batch-size 16", 4, 5),
+        (f"{EXPERTS} --global-batch-size 16 --freeze embedding", 4, 5),
     ],
     ids=["dense", "experts"],
 )
