@@ -95,8 +95,9 @@ def _line(layout: Layout, **sizes: int) -> list[int]:
     """The ranks that differ from rank 0 along these axes alone."""
     ranks = [0]
     for axis, size in sizes.items():
-        step = layout.rank({name: int(name == axis) for name in layout.order})
-        ranks = [rank + step * index for rank in ranks for index in range(size)]
+        if size > 1:
+            step = layout.rank({name: int(name == axis) for name in layout.order})
+            ranks = [rank + step * index for rank in ranks for index in range(size)]
     return ranks
 
 
