@@ -294,11 +294,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
         tracker=Tracker(config, None, 0),
         exits=ExitConditions(config.training),
         progress=Progress(),
-        checkpoints=None,
-        lease=None,
-        peak_tflops=None,
         timing=timing,
-        profiler=None,
     )
 
 

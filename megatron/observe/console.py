@@ -14,16 +14,31 @@ from megatron.observe.metrics import perplexity
 
 BANNER_WIDTH = 120  # columns
 _TITLE_WIDTH = 14
+# label, metric, its factor and format; a metric that is missing has no field
+_FIELDS = (
+    ("consumed samples", "consumed_samples", 1, "12d"),
+    ("elapsed time per iteration (ms)", "iteration-time", 1000, ".1f"),
+    ("throughput per GPU (TFLOP/s/GPU)", "throughput", 1, ".1f"),
+    ("learning rate", "learning-rate", 1, ".6E"),
+    ("decoupled learning rate", "decoupled-learning-rate", 1, ".6E"),
+    ("global batch size", "batch-size", 1, "5d"),
+    ("lm loss", "lm loss", 1, ".6E"),
+    ("loss scale", "loss-scale", 1, ".1f"),
+    ("grad norm", "grad-norm", 1, ".3f"),
+    ("num zeros", "num-zeros", 1, ".1f"),
+    ("params norm", "params-norm", 1, ".3f"),
+    ("number of skipped iterations", "skipped", 1, "3d"),
+    ("number of nan iterations", "nan", 1, "3d"),
+    ("tokens per second per GPU", "tokens-per-second-per-gpu", 1, ".1f"),
+    ("MFU", "mfu", 1, ".1%"),
+    ("predicted time (s)", "predicted-iteration-time", 1, ".4f"),
+    ("memory (GiB)", "mem-max-allocated-bytes", 2**-30, ".2f"),
+)
 
 
 def _number(value: float, spec: str) -> str:
     """`value` in the format `spec`; NaN is spelt NaN (`E` would print NAN)."""
     return "NaN" if math.isnan(value) else format(value, spec)
-
-
-def _optional(metrics: Mapping[str, float], name: str, label: str, spec: str) -> list[str]:
-    """The field of a metric that may be missing."""
-    return [f"{label}: {_number(metrics[name], spec)}"] if name in metrics else []
 
 
 def duration(seconds: float) -> str:
@@ -49,35 +64,17 @@ def training_line(
 ) -> str:
     """The console line of a log step.
 
-    `metrics` is the row that goes to the trackers (names and units in metrics.py):
-    consumed_samples, iteration-time, throughput, learning-rate, batch-size, lm loss, loss-scale,
-    grad-norm and tokens-per-second-per-gpu are needed; decoupled-learning-rate, num-zeros,
-    params-norm, mfu, predicted-iteration-time and mem-max-allocated-bytes may be missing. `skipped`
-    and `nan` count iterations of the log interval. `more`: fields that follow the others.
+    `metrics` is the row that goes to the trackers (names and units in metrics.py). `skipped` and
+    `nan` count iterations of the log interval. `more`: fields that follow the others.
     """
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
-    mfu = _number(metrics["mfu"] * 100, ".1f") + "%" if "mfu" in metrics else "n/a"
-    fields = [
-        f"iteration {iteration:8d}/{train_iters:8d}",
-        f"consumed samples: {metrics['consumed_samples']:12d}",
-        f"elapsed time per iteration (ms): {_number(metrics['iteration-time'] * 1000, '.1f')}",
-        f"throughput per GPU (TFLOP/s/GPU): {_number(metrics['throughput'], '.1f')}",
-        f"learning rate: {_number(metrics['learning-rate'], '.6E')}",
-        *_optional(metrics, "decoupled-learning-rate", "decoupled learning rate", ".6E"),
-        f"global batch size: {metrics['batch-size']:5d}",
-        f"lm loss: {_number(metrics['lm loss'], '.6E')}",
-        f"loss scale: {_number(metrics['loss-scale'], '.1f')}",
-        f"grad norm: {_number(metrics['grad-norm'], '.3f')}",
-        *_optional(metrics, "num-zeros", "num zeros", ".1f"),
-        *_optional(metrics, "params-norm", "params norm", ".3f"),
-        f"number of skipped iterations: {skipped:3d}",
-        f"number of nan iterations: {nan:3d}",
-        f"tokens per second per GPU: {_number(metrics['tokens-per-second-per-gpu'], '.1f')}",
-        f"MFU: {mfu}",
-    ]
-    fields += _optional(metrics, "predicted-iteration-time", "predicted time (s)", ".4f")
-    if "mem-max-allocated-bytes" in metrics:
-        fields.append(f"memory (GiB): {metrics['mem-max-allocated-bytes'] / 2**30:.2f}")
+    values = {**metrics, "skipped": skipped, "nan": nan}
+    fields = [f"iteration {iteration:8d}/{train_iters:8d}"]
+    for label, name, factor, spec in _FIELDS:
+        if name in values:
+            fields.append(f"{label}: {_number(values[name] * factor, spec)}")
+        elif name == "mfu":
+            fields.append("MFU: n/a")
     fields += [f"ETA: {duration(eta_seconds)}", *more]
     return f" [{time}] " + " | ".join(fields) + " |"
 
@@ -107,17 +104,17 @@ def banner(sections: Mapping[str, list[str]]) -> str:
     omitted. NOT_DONE, requested features that do not exist, comes first, between lines of
     exclamation marks.
     """
-    lines = ["=" * BANNER_WIDTH]
-    if sections.get(NOT_DONE):
-        lines = ["!" * BANNER_WIDTH, f" {NOT_DONE}"]
-        for entry in sections[NOT_DONE]:
-            lines += _wrapped(
-                entry, BANNER_WIDTH - 2, initial_indent="   ", subsequent_indent="     "
-            )
-        lines += ["!" * BANNER_WIDTH]
+    sections = dict(sections)
+    missing = sections.pop(NOT_DONE, [])
+    edge = ("!" if missing else "=") * BANNER_WIDTH
+    lines = [edge]
+    if missing:
+        lines.append(f" {NOT_DONE}")
+        for entry in missing:
+            indents = {"initial_indent": "   ", "subsequent_indent": "     "}
+            lines += _wrapped(entry, BANNER_WIDTH - 2, **indents)
+        lines.append(edge)
     for title, entries in sections.items():
-        if title == NOT_DONE:
-            continue
         label = title
         for entry in entries:
             for part in _wrapped(entry, BANNER_WIDTH - _TITLE_WIDTH - 4, subsequent_indent="  "):

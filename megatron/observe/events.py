@@ -186,9 +186,11 @@ class EventLog:
             return
         step = self._open(iteration)
         self.productive += step.productive if self.first_step_is_over else 0.0
-        fields = {name: value for name, value in dataclasses.asdict(step).items() if value}
-        for name in {"seconds", "data", "checkpoint"} & fields.keys():
-            fields[name] = round(fields[name], 4)
+        fields = {
+            name: value if value is True else round(value, 4)
+            for name, value in dataclasses.asdict(step).items()
+            if value
+        }
         self.write("steps", iteration, **fields)
         self.first_step_is_over = True
         self.iteration, self.skipped = iteration, 0

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, which a kill may tear."""
+"""Files of one JSON object a line, which a kill may tear, and small files, which it may not."""
 
 from __future__ import annotations
 
@@ -31,3 +31,11 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         os.close(self.fd)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which readers see all of the old or all of the new text."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.touch(FILE_MODE)
+    temporary.write_text(text, "utf-8")
+    temporary.replace(path)

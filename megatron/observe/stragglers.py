@@ -13,7 +13,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+
+import numpy as np
 
 from megatron.observe.metrics import Metrics
 
@@ -58,26 +59,27 @@ class StragglerWatch:
             groups.setdefault(stage, []).append(rank)
         self.lone = [ranks[0] for ranks in groups.values() if len(ranks) == 1]
         self.groups = [ranks for ranks in groups.values() if len(ranks) > 1]
-        self.blocks: deque[list[float]] = deque(maxlen=WINDOW)  # seconds of a step, by rank
-        self.sections: deque[list[list[float]]] = deque(maxlen=2)  # [rank][section] of intervals
-        self.best: list[list[float]] = []  # of each rank's best interval, the sections
+        self.parts: deque[np.ndarray] = deque(maxlen=WINDOW)  # [ranks] seconds of a step
+        self.sections: deque[np.ndarray] = deque(maxlen=2)  # [ranks, sections] of an interval
+        self.best: np.ndarray | None = None  # of each rank's best interval, the sections
         self.straggler: Straggler | None = None
 
     def add(self, table: Sequence[Sequence[float]]) -> Metrics:
         """Add the rows of all ranks (training/timing.py) at a log line; its metrics. `straggler`
         is the new verdict.
         """
-        totals = [row[: -len(SECTIONS)] for row in table]
-        sections = [list(row[-len(SECTIONS) :]) for row in table]
-        self.blocks.extend(map(list, zip(*totals)))
+        rows = np.array(table)
+        sections = rows[:, -len(SECTIONS) :]
+        self.parts.extend(rows[:, : -len(SECTIONS)].T)
         self.sections.append(sections)
-        self.straggler = self._judge() if len(self.blocks) == WINDOW else None
-        self.best = [min(pair, key=sum) for pair in zip(self.best or sections, sections)]
-        times = sorted(map(sum, sections))
+        best = sections if self.best is None else self.best
+        self.straggler = self._judge(best) if len(self.parts) == WINDOW else None
+        times = sections.sum(1)
+        self.best = np.where((times < best.sum(1))[:, None], sections, best)
         metrics: Metrics = {
-            "rank-time-min": times[0],
-            "rank-time-median": median(times),
-            "rank-time-max": times[-1],
+            "rank-time-min": times.min(),
+            "rank-time-median": np.median(times),
+            "rank-time-max": times.max(),
         }
         if self.straggler is not None:
             metrics["slowest-rank"] = self.straggler.rank
@@ -97,68 +99,48 @@ class StragglerWatch:
             f"+{self.straggler.excess:.0%} of a step",
         ]
 
-    def _judge(self) -> Straggler | None:
+    def _judge(self, best: np.ndarray) -> Straggler | None:
         """The straggler with the greatest excess."""
+        parts = np.array(self.parts)
+        seconds = np.mean(self.sections, axis=0)
         found: list[Straggler] = []
         for ranks in self.groups:
-            found += self._far([[block[rank] for rank in ranks] for block in self.blocks], ranks)
+            usual = medians_of_others(seconds[ranks].T).T
+            found += self._far(parts[:, ranks], ranks, seconds[ranks] - usual)
         if len(self.lone) > 1:
-            best = [sum(self.best[rank]) for rank in self.lone]
-            slower = [
-                [block[rank] / own for rank, own in zip(self.lone, best)] for block in self.blocks
-            ]
-            found += self._far(slower, self.lone)
+            usual = best[self.lone]
+            slower = parts[:, self.lone] / usual.sum(1)
+            found += self._far(slower, self.lone, seconds[self.lone] - usual)
         return max(found, key=lambda each: each.excess, default=None)
 
-    def _far(self, blocks: list[list[float]], ranks: list[int]) -> list[Straggler]:
-        """The stragglers among comparable ranks; blocks: [block][rank]."""
-        parts = list(zip(*map(excesses, blocks)))  # [rank][block]
-        middles = [mean(own) for own in parts]
-        noise = (
-            OF_MEAN
-            * math.sqrt(WINDOW / (WINDOW - 1))
-            * mean(abs(excess - middle) for own, middle in zip(parts, middles) for excess in own)
-        )
+    def _far(self, parts: np.ndarray, ranks: list[int], lost: np.ndarray) -> list[Straggler]:
+        """The stragglers among comparable ranks. `parts`: [parts, ranks] times; `lost`:
+        [ranks, sections] seconds.
+        """
+        excess = parts / medians_of_others(parts) - 1
+        means = excess.mean(0)
+        noise = OF_MEAN * math.sqrt(WINDOW / (WINDOW - 1)) * np.abs(excess - means).mean()
         bound = max(self.threshold, self.far * noise / math.sqrt(WINDOW))
-        differ = medians_of_others([abs(middle) for middle in middles])
-        half = WINDOW // 2
+        is_far = means >= bound
+        if self.threshold:
+            # slow in both halves: not for a while only
+            halves = np.median(excess.reshape(2, WINDOW // 2, len(ranks)), axis=1)
+            is_far &= halves.min(0) >= bound / 2
+        if len(ranks) >= MANY:
+            is_far &= means >= APART * NORMAL * medians_of_others(np.abs(means))
         return [
-            Straggler(rank, middle, self._section(rank, ranks))
-            for rank, own, middle, usual in zip(ranks, parts, middles, differ)
-            if middle >= bound
-            and (not self.threshold or min(median(own[:half]), median(own[half:])) >= bound / 2)
-            and (len(ranks) < MANY or middle >= APART * NORMAL * usual)
+            Straggler(ranks[at], float(means[at]), SECTIONS[int(lost[at].argmax())])
+            for at in np.flatnonzero(is_far)
         ]
 
-    def _section(self, rank: int, ranks: list[int]) -> str:
-        """The section with the greatest loss against peers, or else against the best interval."""
 
-        def seconds(rank: int, section: int) -> float:
-            return sum(interval[rank][section] for interval in self.sections) / len(self.sections)
-
-        def lost(section: int) -> float:
-            usual = (
-                self.best[rank][section]
-                if rank in self.lone
-                else median(seconds(other, section) for other in ranks if other != rank)
-            )
-            return seconds(rank, section) - usual
-
-        return SECTIONS[max(range(len(SECTIONS)), key=lost)]
-
-
-def medians_of_others(values: Sequence[float]) -> list[float]:
-    """For each of two or more values the median of the others."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    result = [0.0] * len(values)
-    rest = len(values) - 1
-    for place, index in enumerate(order):
-        low, high = (at + (at >= place) for at in ((rest - 1) // 2, rest // 2))
-        result[index] = (values[order[low]] + values[order[high]]) / 2
-    return result
-
-
-def excesses(values: Sequence[float]) -> list[float]:
-    """The fraction by which each value exceeds the median of the others."""
-    usual = medians_of_others(values)
-    return [value / other - 1 if other > 0 else 0.0 for value, other in zip(values, usual)]
+def medians_of_others(values: np.ndarray) -> np.ndarray:
+    """For each of two or more values along the last axis the median of the others."""
+    places = values.argsort(-1).argsort(-1)
+    ordered = np.sort(values, -1)
+    rest = values.shape[-1] - 1
+    # in the order of all, what follows the value itself is one place further
+    low, high = (
+        np.take_along_axis(ordered, at + (at >= places), -1) for at in ((rest - 1) // 2, rest // 2)
+    )
+    return (low + high) / 2

@@ -4,6 +4,7 @@ sections. A tracker that fails never stops training.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -11,13 +12,13 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.config.groups import Config
-from megatron.observe.json_lines import FILE_MODE, JsonLines
+from megatron.observe.json_lines import JsonLines, write_whole
 from megatron.observe.metrics import AXES, Metrics, wandb_name
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ _BY_SAMPLES = {
     "num-zeros",
     "params-norm",
 }
+# begin of names whose rows TensorBoard and wandb get whatever the interval
+_RARE = ("lm loss validation", "lm loss test", "save-checkpoint-seconds")
 _WANDB_INIT_SECONDS = 30  # then the run continues offline
 _WANDB_FINISH_SECONDS = 120  # then `wandb sync` must upload the rest
 _WANDB_FLUSH_SECONDS = 1  # lost in a kill; the default is 15
@@ -65,19 +68,18 @@ class Tracker:
             "consumed-tokens": resumed_samples * config.data.seq_length,
         }
         self._shown: set[str] = set()
-        self._backends: dict[str, _Backend] = {}
+        self._backends: dict[str, _Jsonl | _TensorBoard | _Wandb] = {}
         self.notes: list[str] = []
         if run_config is None:
             return
         run_config = redact(run_config, _secret_values())
-        if (path := metrics_file(config)) is not None:
-            self._open("metrics.jsonl", partial(_Jsonl, path, run_config, resumed_iteration))
+        path = metrics_file(config)
+        if path is not None:
+            self._open("metrics.jsonl", _Jsonl, path, run_config, resumed_iteration)
         if config.logging.tensorboard_dir is not None:
-            self._open(
-                "TensorBoard", partial(_TensorBoard, config, resumed_iteration, resumed_samples)
-            )
+            self._open("TensorBoard", _TensorBoard, config, resumed_iteration, resumed_samples)
         if config.logging.wandb_project is not None:
-            self._open("wandb", partial(_Wandb, config, run_config, resumed_iteration))
+            self._open("wandb", _Wandb, config, run_config, resumed_iteration)
 
     def log(self, iteration: int, metrics: Metrics) -> None:
         """Write `metrics` of an iteration, which may have several rows (training, validation).
@@ -87,47 +89,47 @@ class Tracker:
         last: iterations never decrease.
         """
         iteration = self._iteration = max(iteration, self._iteration)
-        rare = any(
-            name.startswith(("lm loss validation", "lm loss test", "save-checkpoint-seconds"))
-            for name in metrics
-        )
+        rare = any(name.startswith(_RARE) for name in metrics)
         self._reached |= {name: metrics[name] for name in AXES if name in metrics}
         for name, backend in list(self._backends.items()):
             row = {**self._reached, **metrics} if name == "wandb" else metrics
             if name == "metrics.jsonl" or rare or iteration % self._interval == 0:
-                self._guard(name, partial(backend.write, iteration, row))
+                with self._guarded(name):
+                    backend.write(iteration, row)
 
     def show(self, name: str, draw: Callable[[], str], *, last: bool) -> None:
         """Log a picture (SVG) or text (HTML) of the iteration logged last to wandb: the first of a
         name in this start, and each that is `last`.
         """
-        if "wandb" in self._backends and (last or name not in self._shown):
+        wandb = self._backends.get("wandb")
+        if isinstance(wandb, _Wandb) and (last or name not in self._shown):
             self._shown.add(name)
-            show = self._backends["wandb"].show  # type: ignore[attr-defined]
-            self._guard("wandb", lambda: show(self._iteration, self._reached, name, draw()))
+            with self._guarded("wandb"):
+                wandb.show(self._iteration, self._reached, name, draw())
 
     def summarise(self, figures: Callable[[], Metrics]) -> None:
         """Replace figures of the whole run in wandb's summary."""
-        if "wandb" in self._backends:
-            summarise = self._backends["wandb"].summarise  # type: ignore[attr-defined]
-            self._guard("wandb", lambda: summarise(figures()))
+        wandb = self._backends.get("wandb")
+        if isinstance(wandb, _Wandb):
+            with self._guarded("wandb"):
+                wandb.summarise(figures())
 
     def close(self) -> None:
         """Flush and close everything."""
         for name, backend in list(self._backends.items()):
-            self._guard(name, backend.close)
+            with self._guarded(name):
+                backend.close()
         self._backends.clear()
 
-    def _open(self, name: str, make: Callable[[], _Backend]) -> None:
-        def step() -> None:
-            self._backends[name] = backend = make()
+    def _open(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
+        with self._guarded(name):
+            self._backends[name] = backend = make(*arguments)
             self.notes.append(f"{name}: {backend.where}")
 
-        self._guard(name, step)
-
-    def _guard(self, name: str, action: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
         try:
-            action()
+            yield
         except Exception as error:  # a tracker must not stop the run
             self._backends.pop(name, None)
             logger.warning(
@@ -148,14 +150,6 @@ _FIX = {
 }
 
 
-class _Backend(Protocol):
-    where: str
-
-    def write(self, iteration: int, metrics: Metrics) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _Jsonl:
     """metrics.jsonl, with the configuration of the run in a second file."""
 
@@ -165,11 +159,7 @@ class _Jsonl:
         # without a checkpoint, an earlier attempt's rows make this a restart from iteration 0
         restarted = resumed_iteration or not self._file.was_empty
         self._row: Metrics = {RESUMED: resumed_iteration} if restarted else {}
-        described = config_file(path)
-        temporary = described.with_name(described.name + ".tmp")
-        temporary.touch(FILE_MODE)
-        temporary.write_text(json.dumps(run_config, indent=2, default=str) + "\n", "utf-8")
-        temporary.replace(described)
+        write_whole(config_file(path), json.dumps(run_config, indent=2, default=str) + "\n")
         self.where = str(path)
 
     def write(self, iteration: int, metrics: Metrics) -> None:
@@ -317,17 +307,11 @@ def config_file(metrics: Path) -> Path:
 
 
 def persistent_run_id(path: Path) -> str:
-    """The id in `path`, created atomically by the first call: all starts of a job share it."""
+    """The id in `path`, which all starts of a job share: made by the first one. The lease of --save
+    keeps a second start away in the meantime.
+    """
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-        try:
-            os.link(temporary, path)  # unlike rename, fails when another start was first
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
+        write_whole(path, secrets.token_hex(4) + "\n")
     return path.read_text(encoding="utf-8").strip()
 
 
@@ -345,10 +329,9 @@ def redact(value: Any, secret_values: set[str]) -> Any:
     every occurrence of `secret_values`.
     """
     if isinstance(value, dict):
+        secret = {name for name in value if _is_secret(str(name)) and value[name] is not None}
         return {
-            name: "***"
-            if _is_secret(str(name)) and item is not None
-            else redact(item, secret_values)
+            name: "***" if name in secret else redact(item, secret_values)
             for name, item in value.items()
         }
     if isinstance(value, (list, tuple)):

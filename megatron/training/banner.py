@@ -33,7 +33,7 @@ from megatron.training.advisor import Forecast
 from megatron.training.resume import device_name
 
 if TYPE_CHECKING:
-    from megatron.training.prepare import Prepared
+    from megatron.training.run import Prepared
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 20  # timeout

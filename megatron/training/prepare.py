@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from dataclasses import dataclass
+from dataclasses import fields
 
 import torch
 
@@ -15,7 +14,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.run_state import from_saved
 from megatron.config.groups import Config, GivenConfig
 from megatron.config.validate import resolve
-from megatron.data.loader import Data, PythonReader, build_data
+from megatron.data.loader import PythonReader, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.distributed.groups import Axis
 from megatron.distributed.rank_errors import raise_on_all_ranks
@@ -36,33 +35,10 @@ from megatron.training.resume import (
     check_complete,
     logged_changes,
     resumed_schedule,
-    schedule_changes,
 )
-from megatron.training.run import Progress
+from megatron.training.run import Prepared, Progress
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The inputs of a run, checked; Run has them once it is built."""
-
-    config: Config  # resolved: with every derived and chosen value
-    advisor: Advisor
-    tokenizer: Tokenizer
-    checkpoint: Checkpoint | None
-    progress: Progress
-    schedule: ParamSchedule
-    data: Data
-    notes: list[str]
-    changed: list[str]  # since the checkpoint was written
-    accepted: set[str]  # values of --accept-changed that the changes needed
-
-    @property
-    def padded_vocab(self) -> int:
-        """The rows of the embedding, which tensor-parallel ranks hold equal parts of."""
-        ranks = self.config.distributed.tensor_model_parallel_size
-        return padded_vocab_size(self.tokenizer.vocab_size, self.config.model, ranks)
 
 
 def prepare(
@@ -81,13 +57,16 @@ def prepare(
     or on none. A dry run gives the `world_size` and the device (cuda, cpu) that it is
     `planned_for`. `reader`: of the training samples, see `build_data`. Raises UserError.
     """
-    world_size = world_size or world.size
+    world_size, target = world_size or world.size, planned_for or device.type
     with raise_on_all_ranks(world, device):
-        # 1. Flags.
-        tokenizer, config, reasons = _resolved(
-            flags, world_size, planned_for or device.type, advisor
-        )
-        notes = [*notes, *reasons]
+        # 1. Flags. The size of the vocabulary comes from the tokenizer, and other values follow
+        # from it. The planner chooses last: it needs all other values.
+        tokenizer = build_tokenizer(resolve(flags, world_size, None).config.data)
+        rows = tokenizer.vocab_size
+        resolved = resolve(flags, world_size, rows)
+        config, reasons = advisor.choose_recompute(resolved.config, rows, world_size, target)
+        notes = [*notes, *resolved.notes, *reasons]
+        tp = config.distributed.tensor_model_parallel_size
         schedule = ParamSchedule.of(config)
     # 2. The checkpoint: all ranks open the one that rank 0 finds.
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
@@ -109,32 +88,24 @@ def prepare(
         if checkpoint is not None:
             changes += changed_data(checkpoint.state, config, data.history)
             notes += accept_changes(checkpoint, changes, config)
-            changed, schedule = _changes_at_resume(checkpoint, schedule, config)
+            changed = logged_changes(checkpoint.state, config)
+            if not (config.checkpoint.finetune or config.evaluation.skip_train):
+                theirs = checkpoint.state["schedule"]
+                schedule, lines = resumed_schedule(schedule, theirs, config)
+                changed += lines
     return Prepared(
-        config,
-        advisor,
-        tokenizer,
-        checkpoint,
-        progress,
-        schedule,
-        data,
-        notes,
-        changed,
-        {change.accept for change in changes},
+        config=config,
+        tokenizer=tokenizer,
+        padded_vocab=padded_vocab_size(rows, config.model, tp),
+        data=data,
+        schedule=schedule,
+        progress=progress,
+        advisor=advisor,
+        checkpoint=checkpoint,
+        notes=notes,
+        changed=changed,
+        accepted=frozenset(change.accept for change in changes if change.accept),
     )
-
-
-def _resolved(
-    flags: GivenConfig, world_size: int, device: str, advisor: Advisor
-) -> tuple[Tokenizer, Config, list[str]]:
-    """The tokenizer, the configuration with derived and chosen values, and notes about them."""
-    # The size of the vocabulary comes from the tokenizer, and other values follow from it. The
-    # planner chooses last: it needs all other values.
-    tokenizer = build_tokenizer(resolve(flags, world_size, None).config.data)
-    rows = tokenizer.vocab_size
-    resolved = resolve(flags, world_size, rows)
-    config, reasons = advisor.choose_recompute(resolved.config, rows, world_size, device)
-    return tokenizer, config, [*resolved.notes, *reasons]
 
 
 def _resumed(
@@ -158,23 +129,8 @@ def _resumed(
             "to resume; give --finetune"
         )
     # Fields that an older version did not write take their defaults.
-    names = [field.name for field in dataclasses.fields(Progress) if field.name in state]
-    return from_saved(Progress, {name: state[name] for name in names}, "state"), changes
-
-
-def _changes_at_resume(
-    checkpoint: Checkpoint, schedule: ParamSchedule, config: Config
-) -> tuple[list[str], ParamSchedule]:
-    """What changes without permission, a line each, and the schedule that is used."""
-    changed = logged_changes(checkpoint.state, config)
-    if config.checkpoint.finetune or config.evaluation.skip_train:
-        return changed, schedule
-    theirs, whose = checkpoint.state["schedule"], "command line"
-    if config.optimizer.use_checkpoint_opt_param_scheduler:
-        whose = "checkpoint"
-    lines = schedule_changes(schedule, theirs)
-    changed += [f"schedule: {line}; the {whose}'s is taken" for line in lines]
-    return changed, resumed_schedule(schedule, theirs, config)
+    saved = {each.name: state[each.name] for each in fields(Progress) if each.name in state}
+    return from_saved(Progress, saved, "state"), changes
 
 
 def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> None:

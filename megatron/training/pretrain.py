@@ -18,7 +18,6 @@ import torch
 from megatron import __version__
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.reader import Checkpoint
 from megatron.config.groups import Config, GivenConfig
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
@@ -64,10 +63,10 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.exit import Exit, ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
-from megatron.training.prepare import Prepared, check_kernels, prepare
+from megatron.training.prepare import check_kernels, prepare
 from megatron.training.profile import record_memory_history, step_profiler
 from megatron.training.resume import continuity, device_name, take_checkpoint_args
-from megatron.training.run import Run
+from megatron.training.run import Prepared, Run
 from megatron.training.timing import make_timing
 
 logger = logging.getLogger(__name__)
@@ -113,7 +112,12 @@ def start(
     with contextlib.ExitStack() as stack:
         stack.enter_context(job_log())
         warn_of_idle_gpus(launch, device)
-        groups, ranks, local_checkpoints = _join(config, world_size, device)
+        groups = make_groups(layout_of(config, world_size), **group_options(config))
+        ranks = Ranks(groups.world, device, groups.pp.rank)
+        folder, local_checkpoints = config.checkpoint.local_checkpoint_dir, None
+        if folder is not None:
+            redundancy = config.checkpoint.local_redundancy
+            local_checkpoints = LocalCheckpoints(folder, ranks, redundancy)
 
         # 2. Everything that the run consists of.
         prepared = prepare(
@@ -128,7 +132,7 @@ def start(
         # 3. Weights and state, and what the caller does with the run.
         try:
             with _explained_out_of_memory(prepared, groups, device):
-                _initialize_or_load(run, prepared.checkpoint, prepared.accepted)
+                _initialize_or_load(run)
                 yield run
             if run.profiler is not None:
                 run.profiler.close()
@@ -171,20 +175,6 @@ def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.d
     return device
 
 
-def _join(
-    config: Config, world_size: int, device: torch.device
-) -> tuple[Groups, Ranks, LocalCheckpoints | None]:
-    """This rank among the others, and the checkpoints that their nodes hold."""
-    groups = make_groups(layout_of(config, world_size), **group_options(config))
-    ranks = Ranks(groups.world, device, groups.pp.rank)
-    folder, redundancy = (
-        config.checkpoint.local_checkpoint_dir,
-        config.checkpoint.local_redundancy,
-    )
-    local = None if folder is None else LocalCheckpoints(folder, ranks, redundancy)
-    return groups, ranks, local
-
-
 def _forecast_on_rank_0(
     prepared: Prepared, groups: Groups, device: torch.device
 ) -> Forecast | None:
@@ -210,12 +200,12 @@ def _dry_run(
         )
         forecast = describe(prepared, world_size, here, planned_for="cuda")
     # Exit code 2 lets a script refuse to submit a job that cannot run.
-    verdict, code = forecast.verdict, 0
-    text = "everything is in order"
-    if verdict is not None and verdict.word != "fits":
-        fault = "memory is tight" if verdict.fits else "the run does not fit into memory"
+    text, code = "everything is in order", 0
+    if forecast.verdict is not None and forecast.verdict.word != "fits":
+        fault, code = "the run does not fit into memory", 2
+        if forecast.verdict.fits:
+            fault, code = "memory is tight", 0
         text = f"the settings are in order, but {fault} (see verdict above)"
-        code = 0 if verdict.fits else 2
     print(banner({NOT_DONE: list(not_done), **forecast.sections}))
     print(f"dry run: {text}; nothing was trained", flush=True)
     return code
@@ -234,7 +224,7 @@ def build(
 
     `closing` is called back when the run ends, also when building fails.
     """
-    config, tokenizer, device = prepared.config, prepared.tokenizer, ranks.device
+    config, device = prepared.config, ranks.device
 
     # 1. Kernels, the plan and --save are checked before memory is taken.
     check_kernels(prepared, device, ranks)
@@ -249,36 +239,31 @@ def build(
     )
     record_memory_history(config, device)
     with _explained_out_of_memory(prepared, groups, device):
-        zero, pipeline = _build_pipeline(config, tokenizer.vocab_size, groups, device)
+        zero, pipeline = _build_pipeline(config, prepared.tokenizer.vocab_size, groups, device)
         with raise_on_all_ranks(groups.world, device):
             optimizer = Optimizer(zero.blocks, config, groups, zero)
 
     # 3. Trackers and the banner, which names their places.
     tracker = _open_tracker(prepared, forecast, groups, not_done)
+    names = ranks.gather_or_raise(partial(device_name, device))
     return Run(
-        config=config,
+        **vars(prepared),
         groups=groups,
         device=device,
-        device_names=", ".join(sorted({*ranks.gather_or_raise(partial(device_name, device))})),
-        tokenizer=tokenizer,
-        padded_vocab=prepared.padded_vocab,
+        device_names=", ".join(sorted({*names})),
         model=pipeline.model,
         zero=zero,
         pipeline=pipeline,
         optimizer=optimizer,
-        schedule=prepared.schedule,
         scaler=LossScaler(config.precision),
-        data=prepared.data,
         tracker=tracker,
         exits=_exit_conditions(config),
         timing=timing,
-        progress=prepared.progress,
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=peak_tflops_of(config, device),
-        advisor=prepared.advisor,
-        forecast=forecast,
         profiler=step_profiler(config, groups.rank, device, prepared.advisor),
+        forecast=forecast,
     )
 
 
@@ -363,20 +348,21 @@ def _open_tracker(
     return tracker
 
 
-def _initialize_or_load(run: Run, checkpoint: Checkpoint | None, accepted: set[str]) -> None:
+def _initialize_or_load(run: Run) -> None:
+    checkpoint, iteration = run.checkpoint, run.progress.iteration
     if checkpoint is None:
         run.optimizer.initialise()
     else:
-        with run.timing.events.restoring(run.progress.iteration):
+        with run.timing.events.restoring(iteration):
             fetch(checkpoint, run)
             with raise_on_all_ranks(run.groups.world, run.device):
                 load(checkpoint, run)
         logger.info(
             f" loaded checkpoint {checkpoint.path} at iteration "
-            f"{run.progress.iteration}{continuity(checkpoint, run, accepted)}"
+            f"{iteration}{continuity(checkpoint, run)}"
         )
         checkpoint.close()
-    run.timing.events.ready(run.progress.iteration)
+    run.timing.events.ready(iteration)
 
 
 def _train_and_evaluate(run: Run) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from megatron.config.groups import CheckpointConfig, Config, GivenConfig
 from megatron.config.input_files import InputError
 from megatron.config.metadata import ChangeRule, flag_name
 from megatron.config.needs import is_rotary
-from megatron.config.options import FIELDS
+from megatron.config.options import FIELDS, Option
 from megatron.distributed.groups import describe_layout
 from megatron.model.build import model_shapes, trained_names
 from megatron.model.kernels import choose_kernels
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 def run_state(run: Run) -> dict[str, Any]:
     """The JSON state of a checkpoint."""
+    _, kernels = choose_kernels(run.config, run.device)
     return {
         **asdict(run.progress),
         "optimizer_steps": run.optimizer.steps.item(),
@@ -44,10 +45,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "versions": {"torch": torch.__version__},
         "layout": describe_layout(run.groups.layout),
         "device": run.device_names,
-        "kernels": {
-            operator: choice.implementation
-            for operator, choice in choose_kernels(run.config, run.device)[1].items()
-        },
+        "kernels": {operator: choice.implementation for operator, choice in kernels.items()},
     }
 
 
@@ -61,17 +59,15 @@ def _tensors(run: Run) -> dict[str, list[int]]:
     if run.config.checkpoint.save_optim and run.config.optimizer.freeze is None:
         trained = trained_names(run.config.model, run.tokenizer.vocab_size)
         for state in run.optimizer.state_names:
-            of_state = (name for name in shapes if name in trained)
-            named |= {f"optimizer.{state}.{name}": list(shapes[name]) for name in of_state}
+            for name in filter(trained.__contains__, shapes):
+                named[f"optimizer.{state}.{name}"] = list(shapes[name])
     return named
 
 
 def device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def takes_weights_alone(config: Config) -> bool:
@@ -90,10 +86,10 @@ def check_complete(checkpoint: Checkpoint, *, weights_alone: bool) -> None:
     state = checkpoint.state
     try:
         require(state, WEIGHTS if weights_alone else RUN)
-        if not weights_alone and state["iteration"] != checkpoint.iteration:
-            raise InputError(f"its state is of iteration {state['iteration']}")
         if not weights_alone:
             saved_schedule(state["schedule"])
+            if state["iteration"] != checkpoint.iteration:
+                raise InputError(f"its state is of iteration {state['iteration']}")
     except InputError as error:
         raise CheckpointError(f"{checkpoint.path}: cannot be loaded: {error}") from error
 
@@ -106,28 +102,32 @@ class Difference(NamedTuple):
     declared by the field.
     """
 
-    name: str
+    flag: str
     rule: ChangeRule
     theirs: Any
     ours: Any
 
     @property
     def text(self) -> str:
-        return f"{flag_name(self.name)}: checkpoint {self.theirs}, command line {self.ours}"
+        return f"{self.flag}: checkpoint {self.theirs}, command line {self.ours}"
+
+
+def _value(config: Config, option: Option) -> Any:
+    return getattr(getattr(config, option.group), option.field)
 
 
 def _differences(theirs: Config, ours: Config) -> list[Difference]:
     """Every field in which a configuration differs from a checkpoint's."""
     found = []
     for name, option in FIELDS.items():
-        old, new = (getattr(getattr(each, option.group), name) for each in (theirs, ours))
+        old, new = _value(theirs, option), _value(ours, option)
         if old != new:
-            found.append(Difference(name, option.change, old, new))
+            found.append(Difference(flag_name(name), option.change, old, new))
     return found
 
 
 class Change(NamedTuple):
-    """A field in which a run differs from the checkpoint that it loads; `accept`: the value of
+    """Something in which a run differs from the checkpoint that it loads; `accept`: the value of
     --accept-changed that allows it.
     """
 
@@ -150,11 +150,10 @@ def changed_fields(
     found = [
         Change(each.text, None)
         for each in differences
-        if FIELDS[each.name].group == "model"
-        and (each.rule.refused or (each.rule.weightless and not rotary))
+        if each.rule.refused or (each.rule.weightless and not rotary)
     ]
-    if vocab_size != state["vocab_size"]:
-        rows = state["vocab_size"]
+    rows = state["vocab_size"]
+    if vocab_size != rows:
         fix = f"; give --vocab-size {rows}" if rows > vocab_size else ""
         found.append(Change(f"vocabulary: checkpoint {rows}, tokenizer {vocab_size}{fix}", None))
     if config.checkpoint.finetune or state.get("tokenizer") is None:
@@ -186,22 +185,24 @@ def changed_data(state: dict[str, Any], config: Config, ledger: dict[str, Any]) 
     # ids, which are of content and order.
     key = "content" if all("content" in source for sources in last for source in sources) else "id"
     old, new = ({source[key]: source for source in sources} for sources in last)
-    added = [new[name]["name"] for name in new if name not in old]
-    removed = [old[name]["name"] for name in old if name not in new]
-    shares = [(new[name], old[name]) for name in new if name in old]
     texts = [
-        *(
-            f"{name}: not what the checkpoint's run was reading (content, or its range by --split)"
-            for name in added
-        ),
-        *(f"{name}: read by the checkpoint's run, not given now" for name in removed),
-        *(
-            f"{ours['name']}: share of the blend: checkpoint {theirs['share']}, command line "
-            f"{ours['share']} (of 65536)"
-            for ours, theirs in shares
-            if ours["share"] != theirs["share"]
-        ),
+        f"{ours['name']}: not what the checkpoint's run was reading (content, or its range by "
+        "--split)"
+        for identity, ours in new.items()
+        if identity not in old
     ]
+    texts += [
+        f"{theirs['name']}: read by the checkpoint's run, not given now"
+        for identity, theirs in old.items()
+        if identity not in new
+    ]
+    for identity in filter(old.__contains__, new):
+        share, before = new[identity]["share"], old[identity]["share"]
+        if share != before:
+            texts.append(
+                f"{new[identity]['name']}: share of the blend: checkpoint {before}, command line "
+                f"{share} (of 65536)"
+            )
     return [Change(f"data: {text}", "data") for text in texts]
 
 
@@ -265,15 +266,13 @@ def take_checkpoint_args(flags: GivenConfig) -> GivenConfig:
     # Checkpoints hold the type of positions that follows from the flags.
     config, _ = derive(flags, 1, None, POSITIONS[:1])
     # A field at its default is taken from the checkpoint; one that was given must agree with it.
-    faults, default = [], Config()
+    faults = []
     for name, option in FIELDS.items():
-        here, there, plain = (
-            getattr(getattr(each, option.group), name) for each in (config, theirs, default)
-        )
+        here, there = _value(config, option), _value(theirs, option)
         # an imported model has no run's settings: the command line's are taken
         if not option.change.taken or there is None:
             continue
-        if here == plain:
+        if here == option.default:
             try:
                 value = option.load(list(there) if isinstance(there, tuple) else there)
             except UserError as error:
@@ -281,8 +280,7 @@ def take_checkpoint_args(flags: GivenConfig) -> GivenConfig:
                 raise ArgumentErrors(
                     [f"--use-checkpoint-args: the checkpoint has {of}: {error}"]
                 ) from error
-            group = dataclasses.replace(getattr(config, option.group), **{name: value})
-            config = dataclasses.replace(config, **{option.group: group})
+            config = config.with_fields(option.group, **{name: value})
         elif here != there and not option.change.file and not _may_change(option.change, options):
             faults.append(
                 f"{flag_name(name)} {here}: the checkpoint has {there} "
@@ -307,20 +305,19 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
         raise CheckpointError("there is no checkpoint to take them from; give --load")
     # The iterations that could be meant, newest first.
     root, step = Path(options.load), options.ckpt_step
-    known = newest_first(root)[0] if step is None else list_iterations(root)
-    known = [iteration for iteration in known if step is None or iteration <= step]
+    if step is None:
+        known, _ = newest_first(root)
+    else:
+        known = [iteration for iteration in list_iterations(root) if iteration <= step]
     if not known or step not in (None, known[0]):
         of = "" if step is None else f" of iteration {step}"
         raise CheckpointError(f"no checkpoint{of} in --load {root}")
     # A damaged one is passed over only where the user allows an older checkpoint.
-    candidates = known if options.allow_older_checkpoint else known[:1]
-    for iteration in candidates:
-        try:
+    *newer, oldest = known if options.allow_older_checkpoint else known[:1]
+    for iteration in newer:
+        with suppress(CheckpointError):
             return read_manifest(root / iteration_folder(iteration))
-        except CheckpointError:
-            if iteration == candidates[-1]:
-                raise
-    raise AssertionError
+    return read_manifest(root / iteration_folder(oldest))
 
 
 # ---- the schedule of learning rates and weight decay
@@ -351,32 +348,36 @@ def saved_schedule(saved: dict[str, Any]) -> ParamSchedule:
     return schedule
 
 
-def resumed_schedule(ours: ParamSchedule, theirs: dict[str, Any], config: Config) -> ParamSchedule:
-    """The schedule of the resumed run: the command line's when equal or overridden, the
-    checkpoint's when asked for.
+def resumed_schedule(
+    ours: ParamSchedule, theirs: dict[str, Any], config: Config
+) -> tuple[ParamSchedule, list[str]]:
+    """The schedule of the resumed run, the command line's when equal or overridden, the
+    checkpoint's when asked for; and what differs, a line each.
 
     Raises CheckpointError when they differ and neither flag chooses.
     """
-    if config.optimizer.use_checkpoint_opt_param_scheduler:
-        return saved_schedule(theirs)
+    different, options = schedule_changes(ours, theirs), config.optimizer
+    taken, whose = ours, "command line"
+    if options.use_checkpoint_opt_param_scheduler:
+        taken, whose = saved_schedule(theirs), "checkpoint"
     # Which of the two is meant cannot be known: the user chooses, or nothing is trained.
-    different = [f"  {line}\n" for line in schedule_changes(ours, theirs)]
-    if different and not config.optimizer.override_opt_param_scheduler:
+    elif different and not options.override_opt_param_scheduler:
+        listed = "".join(f"  {line}\n" for line in different)
         raise CheckpointError(
             "the learning-rate or weight-decay schedule differs from the checkpoint's "
-            f"(lengths in samples):\n{''.join(different)}choose with "
+            f"(lengths in samples):\n{listed}choose with "
             "--override-opt-param-scheduler (command line) or "
             "--use-checkpoint-opt-param-scheduler (checkpoint)"
         )
-    return ours
+    return taken, [f"schedule: {line}; the {whose}'s is taken" for line in different]
 
 
 # ---- whether a run resumes bit for bit
 
 
-def continuity(checkpoint: Checkpoint, run: Run, accepted: set[str]) -> str:
+def continuity(checkpoint: Checkpoint, run: Run) -> str:
     """For the log: whether the run continues bit for bit as one that was never interrupted, and if
-    not, what makes them differ. `accepted`: the values of --accept-changed that were needed.
+    not, what makes them differ.
     """
     if takes_weights_alone(run.config):
         return ""
@@ -388,7 +389,7 @@ def continuity(checkpoint: Checkpoint, run: Run, accepted: set[str]) -> str:
     different = [f"{name} {change}" for name, change in rounding.items()]
     if not (run.config.model.deterministic_mode or on_cpu):
         different.append("--no-deterministic-mode")
-    different += sorted(accepted)
+    different += sorted(run.accepted)
     if run.schedule != saved_schedule(theirs["schedule"]):
         different.append("learning-rate schedule")
     if not different:
@@ -409,7 +410,7 @@ def rounding_changes(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, 
             pairs[f"{operator} by"] = theirs["kernels"].get(operator), taken
     for each in _differences(config_of(theirs), config_of(ours)):
         if each.rule.bits and not (known and each.rule.kernel):
-            pairs[flag_name(each.name)] = each.theirs, each.ours
+            pairs[each.flag] = each.theirs, each.ours
     return {name: f"{old} -> {new}" for name, (old, new) in pairs.items() if old != new}
 
 
@@ -424,6 +425,6 @@ def same_sums(theirs: Config, ours: Config, chunk: int) -> bool:
     one, other = (config.distributed.zero_stage for config in both)
     accumulates = any(config.training.global_batch_size > chunk for config in both)
     clips = any(config.optimizer.clip_grad > 0 for config in both)
-    return not (accumulates and (one < 2) != (other < 2)) and not (
-        clips and (one == 0) != (other == 0)
-    )
+    if accumulates and (one < 2) != (other < 2):
+        return False
+    return not clips or (one == 0) == (other == 0)

@@ -11,6 +11,7 @@ import torch
 
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.reader import Checkpoint
 from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.data.tokenizer import Tokenizer
@@ -51,35 +52,44 @@ class Progress:
     open_nan: int = 0  # of the skipped ones
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The inputs of a run, read and checked before its model is built."""
+
+    config: Config  # resolved: with every derived and chosen value
+    tokenizer: Tokenizer
+    padded_vocab: int  # rows of the embedding: tensor-parallel ranks hold equal parts of them
+    data: Data
+    schedule: ParamSchedule
+    progress: Progress
+    advisor: Advisor = field(default_factory=Advisor)
+    checkpoint: Checkpoint | None = None  # that the run starts from
+    notes: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)  # since the checkpoint was written
+    accepted: frozenset[str] = frozenset()  # values of --accept-changed that the changes needed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Prepared):
     """Everything one run is made of on one rank, built by pretrain.py."""
 
-    config: Config
     groups: Groups
     device: torch.device
     device_names: str  # of all ranks, each kind once
-    tokenizer: Tokenizer
-    padded_vocab: int
     # The engine: the stages of this rank, how they are sharded, executed and updated.
     model: GPTModel
     zero: Zero
     pipeline: Pipeline
     optimizer: Optimizer
-    schedule: ParamSchedule
     scaler: LossScaler
-    data: Data
     # What records the run and ends it.
     tracker: Tracker  # which writes on rank 0
     exits: ExitConditions
-    # Timing, progress, checkpoints and profiling.
     timing: Timing
-    progress: Progress
-    checkpoints: CheckpointManager | None  # with --save
-    lease: Lease | None  # of --save, on rank 0
-    peak_tflops: float | None
-    profiler: StepProfiler | None  # on the ranks of --profile-ranks
-    advisor: Advisor = field(default_factory=Advisor)
+    checkpoints: CheckpointManager | None = None  # with --save
+    lease: Lease | None = None  # of --save, on rank 0
+    peak_tflops: float | None = None
+    profiler: StepProfiler | None = None  # on the ranks of --profile-ranks
     forecast: Forecast | None = None  # on rank 0
     starving: StarvingExperts = field(default_factory=StarvingExperts)
 

