@@ -25,7 +25,7 @@ def main(tables: str, slow: float, flags: list[str]) -> int:
     def kept_add(watch, table):
         metrics = add(watch, table)
         with open(tables, "a") as file:
-            row = {"time": time.time(), "table": table, "metrics": metrics}
+            row = {"time": time.time(), "table": table.tolist(), "metrics": metrics}
             file.write(json.dumps(row) + "\n")
         return metrics
 

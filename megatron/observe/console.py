@@ -111,8 +111,9 @@ def banner(sections: Mapping[str, list[str]]) -> str:
     if missing:
         lines.append(f" {NOT_DONE}")
         for entry in missing:
-            indents = {"initial_indent": "   ", "subsequent_indent": "     "}
-            lines += _wrapped(entry, BANNER_WIDTH - 2, **indents)
+            lines += _wrapped(
+                entry, BANNER_WIDTH - 2, initial_indent="   ", subsequent_indent="     "
+            )
         lines.append(edge)
     for title, entries in sections.items():
         label = title

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron.observe.metrics import Metrics
 
@@ -64,11 +65,11 @@ class StragglerWatch:
         self.best: np.ndarray | None = None  # of each rank's best interval, the sections
         self.straggler: Straggler | None = None
 
-    def add(self, table: Sequence[Sequence[float]]) -> Metrics:
+    def add(self, table: ArrayLike) -> Metrics:
         """Add the rows of all ranks (training/timing.py) at a log line; its metrics. `straggler`
         is the new verdict.
         """
-        rows = np.array(table)
+        rows = np.asarray(table)
         sections = rows[:, -len(SECTIONS) :]
         self.parts.extend(rows[:, : -len(SECTIONS)].T)
         self.sections.append(sections)

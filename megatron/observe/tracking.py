@@ -329,9 +329,9 @@ def redact(value: Any, secret_values: set[str]) -> Any:
     every occurrence of `secret_values`.
     """
     if isinstance(value, dict):
-        secret = {name for name in value if _is_secret(str(name)) and value[name] is not None}
+        hidden = {name for name in value if _is_secret(str(name)) and value[name] is not None}
         return {
-            name: "***" if name in secret else redact(item, secret_values)
+            name: "***" if name in hidden else redact(item, secret_values)
             for name, item in value.items()
         }
     if isinstance(value, (list, tuple)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,16 +20,17 @@ from megatron.model.layer import HeadLayer, MicroBatch
 from megatron.training.run import Run
 from megatron.training.step import run_micro_batches
 
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 5.0  # of an evaluation, then a line of its progress
 LONGEST_PROMPT = 32  # tokens
 END = "<end of document>"
 
 
 @torch.no_grad()
-def evaluate(
-    run: Run, source: Source, progress: Callable[[int, int], None] = lambda done, total: None
-) -> float | None:
+def evaluate(run: Run, source: Source, name: str) -> float | None:
     """Mean loss per valid token over the first eval-iters x global-batch-size samples of a source.
-    None after a signal to any rank; NaN when no token is valid.
+    None after a signal to any rank; NaN when no token is valid. A long one logs its progress.
     """
     # The same samples in every layout and at every evaluation, so that losses can be compared.
     batch = run.config.training.global_batch_size
@@ -35,7 +38,7 @@ def evaluate(
     # a pipeline needs many micro-batches in flight
     step = run.global_micro_batch_size if run.groups.pp.size == 1 else batch
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss sum, tokens
-    earlier = None
+    earlier, shown = None, time.monotonic()
     for first in range(0, samples, step):
         requests = run.exits.start_exchange(run.groups.world, run.device)
         # on a GPU signals are read one turn late, so that this turn is queued right after the last
@@ -45,7 +48,9 @@ def evaluate(
         earlier = requests
         sums = run_micro_batches(run, source, first, step, training=False)
         total += torch.stack([sums.losses.sum(), sums.valid_tokens.sum()])
-        progress(first + step, samples)
+        if time.monotonic() - shown > QUIET_SECONDS:
+            shown = time.monotonic()
+            logger.info(f" {name}: {first + step}/{samples} samples")
     loss, tokens = all_reduce(total, run.groups.world).tolist()
     return loss / tokens if tokens else float("nan")
 

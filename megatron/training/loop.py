@@ -9,7 +9,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -95,10 +95,9 @@ def _between_steps(
     paused = time.perf_counter()
     if due.evaluate:
         with collected_evaluation(run.config.training):
-            run.progress.evaluation_due = (
-                run.exits.exchange(run.groups.world, run.device)
-                or evaluate_all(run, "validation") is None
-            )
+            run.progress.evaluation_due = run.exits.exchange(
+                run.groups.world, run.device
+            ) or not evaluate_all(run, "validation")
         exit_now = exit_now or run.exits.check(run.progress.iteration)
     # After the evaluation, so that its outcome is in the checkpoint.
     if due.save or due.end or exit_now:
@@ -188,48 +187,48 @@ def _blame(run: Run, metrics: StepMetrics) -> str:
     return "\n".join(lines)
 
 
-def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
-    """Evaluate every source of a split, log and track; None when a signal cut it short."""
+def evaluate_all(run: Run, split: str) -> bool:
+    """Evaluate every source of a split, log and track; whether no signal cut it short."""
     # 1. Each source by itself. All ranks leave the loop together: a signal is agreed upon.
     sources = run.data.valid if split == "validation" else run.data.test
-    losses = {}
-
-    def log_sample(loss: float, bytes_per_token: float | None, label: str | None) -> None:
-        logger.info(evaluation_lines(run.progress.iteration, loss, split=split, source=label))
-        measured = evaluation_metrics(
-            loss, split=split, source=label, bytes_per_token=bytes_per_token
-        )
-        run.tracker.log(run.progress.iteration, {**consumed(run), **measured})
-
+    several, losses = len(sources) > 1, []
     for name, source in sources.items():
-        with (
-            run.timing.events.during("evaluation", run.progress.iteration),
-            run.timers("evaluation"),
-        ):
-            loss = evaluate(run, source, _progress_line(f"{split} {name}"))
+        with _evaluating(run):
+            loss = evaluate(run, source, f"{split} {name}")
         if loss is None:
-            return None
-        losses[name] = loss
-        log_sample(loss, source.bytes_per_token, name if len(sources) > 1 else None)
-    if len(sources) > 1:
+            return False
+        losses.append(loss)
+        _log_evaluation(run, split, name if several else None, loss, source.bytes_per_token)
+    if several:
         # 2. The blend, weighted as training is.
         sizes = [source.bytes_per_token for source in sources.values()]
-        log_sample(
-            blended(sources, list(losses.values())),
-            None if None in sizes else blended(sources, sizes),
-            None,
-        )
+        size = None if None in sizes else blended(sources, sizes)
+        _log_evaluation(run, split, None, blended(sources, losses), size)
     if split == "validation" and run.config.logging.log_sample_text:
         _show_sample(run)
-    return losses
+    return True
+
+
+@contextmanager
+def _evaluating(run: Run) -> Iterator[None]:
+    iteration = run.progress.iteration
+    with run.timing.events.during("evaluation", iteration), run.timers("evaluation"):
+        yield
+
+
+def _log_evaluation(
+    run: Run, split: str, source: str | None, loss: float, bytes_per_token: float | None
+) -> None:
+    """Log and track the loss of a split, or of one of its sources."""
+    iteration = run.progress.iteration
+    logger.info(evaluation_lines(iteration, loss, split=split, source=source))
+    measured = evaluation_metrics(loss, split=split, source=source, bytes_per_token=bytes_per_token)
+    run.tracker.log(iteration, {**consumed(run), **measured})
 
 
 def _show_sample(run: Run) -> None:
     """What the model writes now; all ranks take part."""
-    with (
-        run.timing.events.during("evaluation", run.progress.iteration),
-        run.timers("evaluation"),
-    ):
+    with _evaluating(run):
         text = write_sample(run, next(iter(run.data.valid.values())))
     how = run.tokenizer.decode, run.data.eod
     logger.info(f" sample text at iteration {run.progress.iteration}: {text.line(*how)}")
@@ -244,22 +243,6 @@ def blended(sources: dict[str, Source], values: list[float]) -> float:
     )
 
 
-def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int], None]:
-    """Reports `what: done/total, ETA` at most every quiet_seconds."""
-    # Quiet for short evaluations.
-    start = last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= quiet_seconds and done < total:
-            last = now
-            left = (now - start) / done * (total - done)
-            logger.info(f" {what}: {done}/{total} samples, ETA {left:.0f} s")
-
-    return report
-
-
 # ---- --manual-gc: Python's collector runs after the same iterations on all ranks, so that no rank
 # waits for the collection of another
 
@@ -272,15 +255,12 @@ def manual_collection(config: TrainingConfig) -> Iterator[None]:
     if not config.manual_gc:
         yield
         return
-    # One collection now: what building the run has left is not carried along.
-    was_enabled = gc.isenabled()
     gc.disable()
-    gc.collect()
+    gc.collect()  # what building the run has left is not carried along
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
@@ -59,22 +59,17 @@ def prepare(
     """
     world_size, target = world_size or world.size, planned_for or device.type
     with raise_on_all_ranks(world, device):
-        # 1. Flags. The size of the vocabulary comes from the tokenizer, and other values follow
-        # from it. The planner chooses last: it needs all other values.
-        tokenizer = build_tokenizer(resolve(flags, world_size, None).config.data)
-        rows = tokenizer.vocab_size
-        resolved = resolve(flags, world_size, rows)
-        config, reasons = advisor.choose_recompute(resolved.config, rows, world_size, target)
-        notes = [*notes, *resolved.notes, *reasons]
-        tp = config.distributed.tensor_model_parallel_size
+        # 1. Flags.
+        tokenizer, config, reasons = _resolved(flags, world_size, target, advisor)
+        notes = [*notes, *reasons]
         schedule = ParamSchedule.of(config)
+        tp = config.distributed.tensor_model_parallel_size
     # 2. The checkpoint: all ranks open the one that rank 0 finds.
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
     with raise_on_all_ranks(world, device):
         # 3. What differs from the run that wrote it.
         progress, ledger = Progress(), None
         changes: list[Change] = []
-        changed: list[str] = []
         if checkpoint is not None:
             progress, changes = _resumed(checkpoint, config, tokenizer)
             # The blends that the run has read so far: the order of samples depends on them.
@@ -83,29 +78,30 @@ def prepare(
         # of --check-data.
         scanned = config if world.rank == 0 else config.with_fields("data", check_data=False)
         data = build_data(scanned, tokenizer, ledger, progress.consumed_samples, reader)
-        # 5. Changes that need permission are refused or noted; the schedule is the checkpoint's or
-        # ours.
-        if checkpoint is not None:
-            changes += changed_data(checkpoint.state, config, data.history)
-            notes += accept_changes(checkpoint, changes, config)
-            changed = logged_changes(checkpoint.state, config)
-            if not (config.checkpoint.finetune or config.evaluation.skip_train):
-                theirs = checkpoint.state["schedule"]
-                schedule, lines = resumed_schedule(schedule, theirs, config)
-                changed += lines
-    return Prepared(
-        config=config,
-        tokenizer=tokenizer,
-        padded_vocab=padded_vocab_size(rows, config.model, tp),
-        data=data,
-        schedule=schedule,
-        progress=progress,
-        advisor=advisor,
-        checkpoint=checkpoint,
-        notes=notes,
-        changed=changed,
-        accepted=frozenset(change.accept for change in changes if change.accept),
-    )
+        prepared = Prepared(
+            config=config,
+            tokenizer=tokenizer,
+            padded_vocab=padded_vocab_size(tokenizer.vocab_size, config.model, tp),
+            data=data,
+            schedule=schedule,
+            progress=progress,
+            advisor=advisor,
+            notes=notes,
+        )
+        return prepared if checkpoint is None else _accepted(prepared, checkpoint, changes)
+
+
+def _resolved(
+    flags: GivenConfig, world_size: int, device: str, advisor: Advisor
+) -> tuple[Tokenizer, Config, list[str]]:
+    """The tokenizer, the configuration with derived and chosen values, and notes about them."""
+    # The size of the vocabulary comes from the tokenizer, and other values follow from it. The
+    # planner chooses last: it needs all other values.
+    tokenizer = build_tokenizer(resolve(flags, world_size, None).config.data)
+    rows = tokenizer.vocab_size
+    resolved = resolve(flags, world_size, rows)
+    config, reasons = advisor.choose_recompute(resolved.config, rows, world_size, device)
+    return tokenizer, config, [*resolved.notes, *reasons]
 
 
 def _resumed(
@@ -131,6 +127,24 @@ def _resumed(
     # Fields that an older version did not write take their defaults.
     saved = {each.name: state[each.name] for each in fields(Progress) if each.name in state}
     return from_saved(Progress, saved, "state"), changes
+
+
+def _accepted(prepared: Prepared, checkpoint: Checkpoint, changes: list[Change]) -> Prepared:
+    """The inputs of a run that starts from a checkpoint: changes that need permission are refused
+    or noted, and the schedule is the checkpoint's or ours.
+    """
+    config, state = prepared.config, checkpoint.state
+    changes = changes + changed_data(state, config, prepared.data.history)
+    notes = prepared.notes + accept_changes(checkpoint, changes, config)
+    schedule, lines = resumed_schedule(prepared.schedule, state, config)
+    return replace(
+        prepared,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        notes=notes,
+        changed=logged_changes(state, config) + lines,
+        accepted=frozenset(change.accept for change in changes if change.accept),
+    )
 
 
 def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> None:

@@ -114,20 +114,14 @@ def start(
         warn_of_idle_gpus(launch, device)
         groups = make_groups(layout_of(config, world_size), **group_options(config))
         ranks = Ranks(groups.world, device, groups.pp.rank)
-        folder, local_checkpoints = config.checkpoint.local_checkpoint_dir, None
-        if folder is not None:
-            redundancy = config.checkpoint.local_redundancy
-            local_checkpoints = LocalCheckpoints(folder, ranks, redundancy)
+        local_checkpoints = _local_checkpoints(config, ranks)
 
         # 2. Everything that the run consists of.
         prepared = prepare(
             flags, list(notes), groups.world, device, advisor, local_checkpoints, reader=reader
         )
         run = build(prepared, groups, ranks, local_checkpoints, stack, not_done)
-        stack.callback(run.exits.close)
-        if run.checkpoints is not None:
-            stack.callback(run.checkpoints.close)
-        stack.callback(run.tracker.close)
+        stack.callback(run.close)
 
         # 3. Weights and state, and what the caller does with the run.
         try:
@@ -173,6 +167,14 @@ def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.d
     same = {**flags.to_dict(), "versions": versions}
     connect(launch, backend, config.distributed.distributed_timeout_minutes, same)
     return device
+
+
+def _local_checkpoints(config: Config, ranks: Ranks) -> LocalCheckpoints | None:
+    """The checkpoints that the nodes of the ranks hold."""
+    options = config.checkpoint
+    if options.local_checkpoint_dir is None:
+        return None
+    return LocalCheckpoints(options.local_checkpoint_dir, ranks, options.local_redundancy)
 
 
 def _forecast_on_rank_0(
@@ -370,7 +372,7 @@ def _train_and_evaluate(run: Run) -> int:
     # 1. Validation that is due before training.
     skip_train = run.config.evaluation.skip_train
     if skip_train or run.progress.evaluation_due:
-        run.progress.evaluation_due = evaluate_all(run, "validation") is None
+        run.progress.evaluation_due = not evaluate_all(run, "validation")
 
     # 2. Training.
     ended = Exit(COMPLETE, 0)
@@ -388,7 +390,7 @@ def _train_and_evaluate(run: Run) -> int:
     # 3. The test split. A signal cuts an evaluation short; all ranks agreed on it.
     if ended.reason == COMPLETE:
         is_cut = skip_train and run.progress.evaluation_due
-        if is_cut or (run.data.test and evaluate_all(run, "test") is None):
+        if is_cut or (run.data.test and not evaluate_all(run, "test")):
             ended = run.exits.check(run.progress.iteration)
             logger.info(
                 f" {ended.reason}: exiting at iteration {run.progress.iteration}; the evaluation "

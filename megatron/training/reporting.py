@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megatron.config.groups import Config
@@ -26,7 +27,6 @@ from megatron.optimizer.lr_schedule import StepRates, iterations_for
 from megatron.parallel.timeline import Timeline
 from megatron.training.run import Progress, Run
 from megatron.training.step import PendingStep, StepMetrics
-from megatron.training.timing import rows_of_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def _timing_metrics(run: Run, step: StepMetrics) -> dict[str, float]:
     if run.config.checkpoint.save is not None:
         metrics |= run.timing.events.goodput(run.progress.iteration)
     if watch is not None:
-        metrics |= watch.add(rows_of_ranks(step.rank_times, run.groups.world.size))
+        metrics |= watch.add(np.reshape(step.rank_times, (run.groups.world.size, -1)))
     return metrics
 
 

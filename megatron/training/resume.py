@@ -349,14 +349,17 @@ def saved_schedule(saved: dict[str, Any]) -> ParamSchedule:
 
 
 def resumed_schedule(
-    ours: ParamSchedule, theirs: dict[str, Any], config: Config
+    ours: ParamSchedule, state: dict[str, Any], config: Config
 ) -> tuple[ParamSchedule, list[str]]:
     """The schedule of the resumed run, the command line's when equal or overridden, the
-    checkpoint's when asked for; and what differs, a line each.
+    checkpoint's when asked for; and what differs, a line each. A new run has its own.
 
     Raises CheckpointError when they differ and neither flag chooses.
     """
-    different, options = schedule_changes(ours, theirs), config.optimizer
+    if config.checkpoint.finetune or config.evaluation.skip_train:
+        return ours, []
+    theirs, options = state["schedule"], config.optimizer
+    different = schedule_changes(ours, theirs)
     taken, whose = ours, "command line"
     if options.use_checkpoint_opt_param_scheduler:
         taken, whose = saved_schedule(theirs), "checkpoint"
@@ -381,13 +384,10 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
     """
     if takes_weights_alone(run.config):
         return ""
-    theirs, on_cpu = checkpoint.state, run.device.type == "cpu"
+    theirs = checkpoint.state
     rounding = rounding_changes(theirs, run_state(run))
-    # ZeRO stages that add in the same order give the same bits on a CPU, where sums are ours.
-    if on_cpu and same_sums(config_of(theirs), run.config, run.global_micro_batch_size):
-        rounding.pop("--zero-stage", None)
     different = [f"{name} {change}" for name, change in rounding.items()]
-    if not (run.config.model.deterministic_mode or on_cpu):
+    if not run.config.model.deterministic_mode and run.device.type != "cpu":
         different.append("--no-deterministic-mode")
     different += sorted(run.accepted)
     if run.schedule != saved_schedule(theirs["schedule"]):
@@ -412,19 +412,3 @@ def rounding_changes(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, 
         if each.rule.bits and not (known and each.rule.kernel):
             pairs[each.flag] = each.theirs, each.ours
     return {name: f"{old} -> {new}" for name, (old, new) in pairs.items() if old != new}
-
-
-def same_sums(theirs: Config, ours: Config, chunk: int) -> bool:
-    """Whether the ZeRO stages of two configurations add up gradients and their norm in the same
-    order, `chunk` samples being one micro-batch of all ranks: stages 0 and 1 add over micro-batches
-    first, 2 and 3 over ranks first; a norm for clipping is that of the whole at 0, of shards
-    above.
-    """
-    # Without accumulation or clipping there is only one order.
-    both = theirs, ours
-    one, other = (config.distributed.zero_stage for config in both)
-    accumulates = any(config.training.global_batch_size > chunk for config in both)
-    clips = any(config.optimizer.clip_grad > 0 for config in both)
-    if accumulates and (one < 2) != (other < 2):
-        return False
-    return not clips or (one == 0) == (other == 0)

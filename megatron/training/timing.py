@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron.checkpoint.ranks import Ranks
@@ -20,7 +21,7 @@ from megatron.distributed.collectives import named
 from megatron.distributed.groups import Axis, Groups
 from megatron.distributed.peers import busy_clock
 from megatron.observe.events import EventLog, Timers
-from megatron.observe.stragglers import BLOCKS, SECTIONS, StragglerWatch
+from megatron.observe.stragglers import BLOCKS, StragglerWatch
 from megatron.parallel.recording import Recording
 from megatron.training.advisor import Advisor
 
@@ -75,11 +76,14 @@ class RankTimer:
 
     def table(self) -> list[float]:
         """[ranks x numbers] of the laps since the last call, zeros but for this rank's row, so that
-        the sum over ranks is everyone's: seconds of a lap in each part of the interval, then of
-        each section.
+        the sum over ranks is everyone's: seconds of a lap, mean over each of up to BLOCKS parts of
+        the interval, then of each section, mean over all laps.
         """
+        # Parts of the interval show whether a rank is slow always or only for a while.
+        laps, self.laps = np.array(self.laps), []
+        parts = [part.sum(1).mean() for part in np.array_split(laps, min(BLOCKS, len(laps)))]
+        row = [*parts, *laps.mean(0)]
         # Zeros in the other rows: the step's all-reduce carries the table at no extra message.
-        row, self.laps = summary(self.laps), []
         before, after = self.world.rank, self.world.size - self.world.rank - 1
         return [0.0] * (before * len(row)) + row + [0.0] * (after * len(row))
 
@@ -122,23 +126,3 @@ def make_timing(
         stages = [groups.layout.coordinates(rank)["pp"] for rank in range(len(nodes))]
         stragglers = StragglerWatch(stages, config.logging.straggler_threshold, nodes=nodes)
     return Timing(timers, rank_timer, stragglers, events, True, outside=rank_timer.outside)
-
-
-def rows_of_ranks(numbers: Sequence[float], ranks: int) -> list[list[float]]:
-    """Split the flattened table of `RankTimer.table` into one row per rank."""
-    width = len(numbers) // ranks
-    return [list(numbers[rank * width : (rank + 1) * width]) for rank in range(ranks)]
-
-
-def summary(laps: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds of a lap, mean over each of up to BLOCKS parts of the laps, then those of each
-    section, mean over all laps.
-    """
-    # Parts of the interval show whether a rank is slow always or only for a while.
-    count = len(laps)
-    blocks = min(BLOCKS, count)
-    parts = [laps[count * i // blocks : count * (i + 1) // blocks] for i in range(blocks)]
-    return [
-        *(sum(map(sum, part)) / len(part) for part in parts),
-        *(sum(lap[i] for lap in laps) / count for i in range(len(SECTIONS))),
-    ]

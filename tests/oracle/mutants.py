@@ -566,8 +566,8 @@ finetuning reads on in the data | finetune
         run.data.train, batch.first_sample + (8 if run.config.checkpoint.finetune else 0),
 = megatron/training/resume.py resumed_schedule
 the checkpoint's schedule instead of the overriding one | resume-sgd-new-schedule
-    different, options = => return saved_schedule(theirs), []
-        different, options =
+    different = => return saved_schedule(theirs), []
+        different =
 """
 
 MUTANTS = read_mutants(MODEL + DATA + OPTIMIZER + SCHEDULE + REPORTS)
