@@ -1,18 +1,12 @@
 """Kill -9 of processes that save checkpoints in a loop, at random times; then find and read what is
 there.
 
-    # the long campaign, a few minutes
-    python tests/faults/kill_writer.py --kills 200 --seed 1
-    # the same of one of two ranks, chosen at random
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2
-    # of a rank, of its writer process, or of both
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode async
-    # both tiers; now and then a node is lost as well
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode local
-    # the nodes are an XOR group
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 3 --mode local --writer xor
-    # a bad writer: the campaign must fail
-    python tests/faults/kill_writer.py --kills 20 --writer in-place
+    python tests/faults/kill_writer.py --kills 200 --seed 1   # a few minutes
+        --ranks 2                             # one of two ranks, chosen at random
+        --ranks 2 --mode async                # a rank, its writer process, or both
+        --ranks 2 --mode local                # both tiers; now and then a node is lost as well
+        --ranks 3 --mode local --writer xor   # the nodes are an XOR group
+        --writer in-place                     # a bad writer: the campaign must fail
 
 All ranks hold the same tensors and share out their rows, as data-parallel ranks do. Oracle, after
 every kill: the newest checkpoint found is at least the newest whose save any rank knew to be
@@ -26,6 +20,7 @@ fails at most one save, with one error on all ranks; the next one succeeds. Nega
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import re
@@ -35,10 +30,11 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import torch
@@ -81,52 +77,40 @@ def verdict(root: Path, acknowledged: int) -> tuple[int, str | None]:
 
 # ---- a job, and what is killed of it -------------------------------------------------------------
 
+FORK = multiprocessing.get_context("fork")
+
 
 def run_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: int) -> None:
     """One rank of a job: reports that it begins, then what the job reports."""
     ranks = Ranks(Axis("world", rank, tuple(range(size))))
     if size > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = f"file://{root}.rendezvous"
+        store, patience = f"file://{root}.rendezvous", timedelta(seconds=TIMEOUT)
         dist.init_process_group(
-            "gloo",
-            init_method=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=TIMEOUT),
+            "gloo", init_method=store, rank=rank, world_size=size, timeout=patience
         )
         ranks.gather_or_raise(lambda: None)  # connections are made at their first use
     os.write(pipe, b"begin\n")
-    job(root, first, ranks, lambda line: os.write(pipe, f"{line}\n".encode()))
+    try:
+        job(root, first, ranks, lambda line: os.write(pipe, f"{line}\n".encode()))
+    except RuntimeError:  # of a collective, when another rank is dead
+        if size == 1:
+            raise
+        os._exit(BEREFT)
 
 
-def start_rank(
-    job: Job, root: Path, first: int, rank: int, size: int, pipe: tuple[int, int]
-) -> int:
-    """Fork one rank; its process id."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.close(pipe[0])
-            run_rank(job, root, first, rank, size, pipe[1])
-            code = 0
-        except RuntimeError:  # of a collective, when another rank is dead
-            code = BEREFT if size > 1 else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return child
+def start_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: int) -> ForkProcess:
+    """One rank in a process of its own, which reports to `pipe`."""
+    process = FORK.Process(target=run_rank, args=(job, root, first, rank, size, pipe))
+    process.start()
+    return process
 
 
 def children(process: int) -> list[int]:
     """Of a process that may have ended."""
     with suppress(OSError):
-        return [
-            int(child)
-            for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
-        ]
+        listed = Path(f"/proc/{process}/task/{process}/children").read_text()
+        return [int(child) for child in listed.split()]
     return []
 
 
@@ -148,21 +132,6 @@ class Reports:
             self.text += part
         line, _, self.text = self.text.partition(b"\n")
         return line.decode()
-
-
-def ended(child: int) -> int | None:
-    """The wait status of a process when it ends in time; None, and it is killed, when it does
-    not.
-    """
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
 
 
 class Outcome:
@@ -199,6 +168,14 @@ class Outcome:
         ):
             self.faults.append(f"saves failed: {self.failed}")
 
+    def judge_ends(self, codes: list[int | None]) -> None:
+        """Exit codes of the ranks that were not killed; None: one waited for longer than it may."""
+        for code in codes:
+            if code is None:
+                self.faults.append("a rank waited for the dead one")
+            elif code != BEREFT:
+                self.faults.append(f"a rank ended with code {code}")
+
 
 def kill_once(
     job: Job,
@@ -216,44 +193,103 @@ def kill_once(
     """
     Path(f"{root}.rendezvous").unlink(missing_ok=True)
     read_end, write_end = os.pipe()
-    processes = [
-        start_rank(job, root, first, rank, size, (read_end, write_end)) for rank in range(size)
-    ]
+    processes = [start_rank(job, root, first, rank, size, write_end) for rank in range(size)]
     os.close(write_end)
-    shown, outcome = Reports(read_end), Outcome()
+    dead, shown, outcome = processes[victim], Reports(read_end), Outcome()
     try:
         assert [shown.line() for _ in processes] == ["begin"] * size
         while warm and not outcome.acknowledged and (line := shown.line()):
             outcome.take(line)
         time.sleep(delay)
-        writers = children(processes[victim]) if what != "rank" else []
-        for process in writers + [processes[victim]] * (what != "writer" or not writers):
+        writers = children(dead.pid) if what != "rank" else []
+        for writer in writers:
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(writer, signal.SIGKILL)
         if what == "writer" and writers:
-            while line := shown.line(0):  # what was on its way
-                outcome.take(line)
-            goal = outcome.acknowledged + 2  # the one under way may have been complete
-            while outcome.acknowledged < goal:
-                if (line := shown.line()) is None:
-                    outcome.faults.append("no save was completed after a writer process was killed")
-                    break
-                outcome.take(line)
-            os.kill(processes[victim], signal.SIGKILL)
-        statuses = [ended(process) for process in processes]
+            await_another_save(shown, outcome)
+        dead.kill()
+        for process in processes:
+            process.join(PATIENCE)
         while line := shown.line(0):
             outcome.take(line)
     finally:
         os.close(read_end)
-    if not os.WIFSIGNALED(statuses.pop(victim)):
-        raise RuntimeError("the victim ended by itself: see its traceback above")
-    outcome.faults += [
-        "a rank waited for the dead one" if status is None else f"a rank ended with status {status}"
-        for status in statuses
-        if status is None or os.waitstatus_to_exitcode(status) != BEREFT
-    ]
+        for process in processes:
+            process.kill()
+    assert dead.exitcode == -signal.SIGKILL, "the victim ended by itself: see its traceback above"
+    outcome.judge_ends([process.exitcode for process in processes if process is not dead])
     outcome.judge_errors(bool(writers))
     return outcome
+
+
+def await_another_save(shown: Reports, outcome: Outcome) -> None:
+    """A save that begins after this moment is complete in time."""
+    while line := shown.line(0):  # what was on its way
+        outcome.take(line)
+    goal = outcome.acknowledged + 2  # the one under way may have been complete
+    while outcome.acknowledged < goal:
+        if (line := shown.line()) is None:
+            outcome.faults.append("no save was completed after a writer process was killed")
+            return
+        outcome.take(line)
+
+
+@dataclass
+class Campaign:
+    """Kills in one folder, one after the other. In the local tier nodes are lost too: of two or
+    more one, when none is missing.
+    """
+
+    job: Job
+    root: Path
+    ranks: int
+    mode: str
+    rng: random.Random
+    recovered: int = 0  # iteration
+    saved: int = 0
+
+    def kill(self, saves_a_second: int) -> list[str]:
+        """What is wrong after one kill."""
+        rng, what = self.rng, "rank"
+        if self.mode != "sync":
+            what = rng.choice(["rank", "writer", "both"])
+        # a run that loses its writer process while it starts does not start
+        warm = what != "rank" or (self.mode != "sync" and rng.random() < 0.7)
+        delay, victim = rng.uniform(0, 4 / max(1, saves_a_second)), rng.randrange(self.ranks)
+        outcome = kill_once(
+            self.job, self.root, self.recovered + 1, delay, self.ranks, victim, what, warm
+        )
+        acknowledged = max(self.recovered, outcome.acknowledged)
+        self.saved += acknowledged - self.recovered
+        iteration, fault = verdict(self.root, 0 if self.mode == "local" else acknowledged)
+        wrong = [*outcome.faults, *filter(None, [fault])]
+        if self.mode == "local":
+            wrong += self.after_both_tiers(outcome.found, acknowledged)
+        else:
+            self.recovered = iteration
+        if wrong:
+            self.begin_again()
+        for old in manifest.list_iterations(self.root)[2:]:  # keep the folder small
+            shutil.rmtree(self.root / manifest.iteration_folder(old))
+        return wrong
+
+    def after_both_tiers(self, found: int | None, acknowledged: int) -> list[str]:
+        """`found`: what the job resumed from, if it came as far. Now and then a node is lost."""
+        before, self.recovered = self.recovered, max(acknowledged, found or 0)
+        if found is None:
+            return []
+        if self.ranks > 1 and self.rng.random() < 0.4:
+            shutil.rmtree(node_folder(self.root, self.rng.randrange(self.ranks)))
+        if found < before:
+            return [f"iteration {before} was saved, but the next job found {found}"]
+        return []
+
+    def begin_again(self) -> None:
+        for node in range(self.ranks):
+            shutil.rmtree(node_folder(self.root, node), ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.root.mkdir()
+        self.recovered = 0
 
 
 def campaign(
@@ -265,58 +301,22 @@ def campaign(
     ranks: int = 1,
     mode: str = "sync",
 ) -> list[str]:
-    """Run it; returns what went wrong, one line a kill. In the local tier nodes are lost too: of
-    two or more one, when none is missing.
-    """
-    rng, faults, saved, begin = random.Random(seed), [], 0, time.monotonic()
+    """Run it; returns what went wrong, one line a kill."""
+    begin, faults = time.monotonic(), []
     # how many saves a second holds
-    recovered = kill_once(job, root, 1, 1.0, ranks, warm=mode != "sync").acknowledged
-    once = 1.0 / max(1, recovered)
+    first = kill_once(job, root, 1, 1.0, ranks, warm=mode != "sync").acknowledged
+    running = Campaign(job, root, ranks, mode, random.Random(seed), recovered=first)
     for number in range(1, kills + 1):
-        what = "rank" if mode == "sync" else rng.choice(["rank", "writer", "both"])
-        # a run that loses its writer process while it starts does not start
-        warm = what != "rank" or (mode != "sync" and rng.random() < 0.7)
-        outcome = kill_once(
-            job,
-            root,
-            recovered + 1,
-            rng.uniform(0, 4 * once),
-            ranks,
-            rng.randrange(ranks),
-            what,
-            warm,
-        )
-        acknowledged = max(recovered, outcome.acknowledged)
-        saved += acknowledged - recovered
-        iteration, fault = verdict(root, 0 if mode == "local" else acknowledged)
-        wrong = outcome.faults + [fault] * (fault is not None)
-        if mode == "local":
-            if outcome.found is not None and outcome.found < recovered:
-                wrong.append(
-                    f"iteration {recovered} was saved, but the next job found {outcome.found}"
-                )
-            recovered = max(acknowledged, outcome.found or 0)
-            if ranks > 1 and outcome.found is not None and rng.random() < 0.4:
-                shutil.rmtree(node_folder(root, rng.randrange(ranks)))
-        else:
-            recovered = iteration
-        if wrong:
+        if wrong := running.kill(first):
             faults.append(f"kill {number}: {'; '.join(wrong)}")
-            # go on from clean ones
-            for folder in (root, *(node_folder(root, node) for node in range(ranks))):
-                shutil.rmtree(folder, ignore_errors=True)
-            root.mkdir()
-            recovered = 0
-        for old in manifest.list_iterations(root)[2:]:
-            shutil.rmtree(root / manifest.iteration_folder(old))  # keep the campaign's folder small
         left = (time.monotonic() - begin) / number * (kills - number)
         report(
-            f"kill {number}/{kills}: recovered iteration {recovered}, {len(faults)} bad, "
+            f"kill {number}/{kills}: recovered iteration {running.recovered}, {len(faults)} bad, "
             f"{left:.0f} s left"
         )
     of = f" of one of {ranks} ranks" if ranks > 1 else ""
     report(
-        f"{mode}: {kills} kills{of}, {saved} saves returned, {len(faults)} bad recoveries, "
+        f"{mode}: {kills} kills{of}, {running.saved} saves returned, {len(faults)} bad recoveries, "
         f"{time.monotonic() - begin:.1f} s"
     )
     return faults

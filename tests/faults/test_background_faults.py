@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -161,17 +160,14 @@ real = os.open; os.open = lambda *args: (os.kill(os.getpid(), signal.SIGSTOP), r
 
 def test_a_writer_dies_with_its_trainer(tmp_path):
     """Even when it is stopped."""
-    pipe = os.pipe()
-    with writers_begin_with(STOP_AT_OPEN):
-        trainer = start_rank(lone_trainer, tmp_path / "run", 1, 0, 1, pipe)
+    with open(os.devnull, "w") as ignored, writers_begin_with(STOP_AT_OPEN):
+        trainer = start_rank(lone_trainer, tmp_path / "run", 1, 0, 1, ignored.fileno())
     try:
-        assert wait_for(lambda: "T" in map(state_of, children(trainer)))
-        (writer,) = children(trainer)
+        assert wait_for(lambda: "T" in map(state_of, children(trainer.pid)))
+        (writer,) = children(trainer.pid)
     finally:
-        os.kill(trainer, signal.SIGKILL)
-        os.waitpid(trainer, 0)
-        for end in pipe:
-            os.close(end)
+        trainer.kill()
+        trainer.join()
     assert wait_for(lambda: not state_of(writer))
 
 

@@ -88,13 +88,6 @@ def test_evaluation_lines():
 
 
 @pytest.mark.parametrize(
-    "loss, ppl", [(30.0, "4.851652E+08"), (math.inf, "4.851652E+08"), (math.nan, "NaN")]
-)
-def test_perplexity_is_capped_and_nan_stays(loss, ppl):
-    assert f"| lm loss PPL: {ppl} | " in evaluation_lines(1, loss)
-
-
-@pytest.mark.parametrize(
     "seconds, text",
     [(0, "00:00:00"), (59.6, "00:01:00"), (86400 * 12 + 3661, "12d 01:01:01"), (math.inf, "NaN")],
 )

@@ -1,20 +1,17 @@
-"""How long a run is: iterations, samples and tokens through the ramp-up, and epochs of each
-source.
-"""
+"""How many epochs of each source a run reads."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
-import pytest
 from unit.data.written_data import write
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
-from megatron.training.banner import epoch_lines, run_length
+from megatron.training.banner import epoch_lines
 
 BASE = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 10 "
@@ -29,19 +26,6 @@ def configure(extra: str):
 
 def make(prefix: Path, tokens: int) -> str:
     return write(prefix, [np.arange(tokens) % 100], 100)
-
-
-@pytest.mark.parametrize(
-    "extra, iterations, samples",
-    [
-        ("--train-iters 7 --global-batch-size 4", 7, 28),
-        ("--train-samples 30 --global-batch-size 4", 8, 32),  # the last step is whole
-        # steps of 2, 2 and 4 samples
-        ("--train-iters 3 --global-batch-size 6 --rampup-batch-size 2 2 8", 3, 8),
-    ],
-)
-def test_iterations_and_samples(extra, iterations, samples):
-    assert run_length(configure(f"--mock-data {extra}")) == (iterations, samples)
 
 
 def test_epochs_of_each_source(tmp_path):

@@ -115,6 +115,7 @@ ROUTED = (
     *map(str, COEFFICIENTS.values()),
     *f"--moe-expert-capacity-factor {FACTOR} --eval-iters 0".split(),
     *f"--num-layers {L + 1} --moe-layer-freq [1,0,1]".split(),  # L with experts
+    "--eod-mask-loss",  # means over all tokens, whatever the loss leaves out
 )
 
 

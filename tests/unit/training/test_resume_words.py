@@ -1,6 +1,4 @@
-"""What a run that loads a checkpoint logs about its bits, where kernels differ from the run that wrote
-it.
-"""
+"""What a run that loads a checkpoint logs about its bits, where kernels differ."""
 
 from __future__ import annotations
 
