@@ -33,6 +33,23 @@ def without_plan() -> contextlib.AbstractContextManager:
     return mock.patch.object(PlanningAdvisor, "forecast", of_dry_runs)
 
 
+def rank_environment(rank: int, ranks: int, port: int, **more: str) -> dict[str, str]:
+    """The environment of a rank on this host, without what other launchers set."""
+    foreign = "SLURM_", "TORCHELASTIC_"
+    inherited = {name: os.environ[name] for name in os.environ if not name.startswith(foreign)}
+    return {
+        **inherited,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "",
+        **more,
+    }
+
+
 def _train(flags: list[str], log: str) -> None:
     """The process of a run of pretrain_gpt.py."""
     with _process(log):

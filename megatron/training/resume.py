@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -185,25 +184,23 @@ def changed_data(state: dict[str, Any], config: Config, ledger: dict[str, Any]) 
     # ids, which are of content and order.
     key = "content" if all("content" in source for sources in last for source in sources) else "id"
     old, new = ({source[key]: source for source in sources} for sources in last)
-    texts = [
-        f"{ours['name']}: not what the checkpoint's run was reading (content, or its range by "
-        "--split)"
-        for identity, ours in new.items()
-        if identity not in old
-    ]
-    texts += [
-        f"{theirs['name']}: read by the checkpoint's run, not given now"
-        for identity, theirs in old.items()
-        if identity not in new
-    ]
-    for identity in filter(old.__contains__, new):
-        share, before = new[identity]["share"], old[identity]["share"]
-        if share != before:
-            texts.append(
-                f"{new[identity]['name']}: share of the blend: checkpoint {before}, command line "
-                f"{share} (of 65536)"
+    added, shares = [], []
+    for identity, ours in new.items():
+        theirs = old.pop(identity, None)
+        if theirs is None:
+            added.append(
+                f"{ours['name']}: not what the checkpoint's run was reading (content, or its range "
+                "by --split)"
             )
-    return [Change(f"data: {text}", "data") for text in texts]
+        elif ours["share"] != theirs["share"]:
+            shares.append(
+                f"{ours['name']}: share of the blend: checkpoint {theirs['share']}, command line "
+                f"{ours['share']} (of 65536)"
+            )
+    removed = [
+        f"{theirs['name']}: read by the checkpoint's run, not given now" for theirs in old.values()
+    ]
+    return [Change(f"data: {text}", "data") for text in added + removed + shares]
 
 
 def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config) -> list[str]:
@@ -313,11 +310,14 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
         of = "" if step is None else f" of iteration {step}"
         raise CheckpointError(f"no checkpoint{of} in --load {root}")
     # A damaged one is passed over only where the user allows an older checkpoint.
-    *newer, oldest = known if options.allow_older_checkpoint else known[:1]
-    for iteration in newer:
-        with suppress(CheckpointError):
+    if not options.allow_older_checkpoint:
+        known = known[:1]
+    for iteration in known:
+        try:
             return read_manifest(root / iteration_folder(iteration))
-    return read_manifest(root / iteration_folder(oldest))
+        except CheckpointError as error:
+            fault = error
+    raise fault
 
 
 # ---- the schedule of learning rates and weight decay

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from distributed.pool import warm_context
+from programs import rank_environment
 
 import pretrain_gpt
 from megatron.distributed.interleaver import Interleaver
@@ -82,23 +83,23 @@ def _rank(folder: Path, rank: int, ranks: int, fault: Fault, port: int, flags: l
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(os.open(folder / f"stderr{rank}", os.O_CREAT | os.O_WRONLY), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    for name in list(os.environ):
-        if name.startswith(("SLURM_", "TORCHELASTIC_")):
-            del os.environ[name]
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-    )
+    environment = rank_environment(rank, ranks, port)
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
+    _put_in(folder, fault, rank == fault.victim)
+    try:
+        code = pretrain_gpt.main(flags)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # closes all connections, as the end of a program does
+
+
+def _put_in(folder: Path, fault: Fault, is_victim: bool) -> None:
+    """Make the victim meet its fault, and the others pause for it, from now on."""
     where, _, pause = fault.where.partition(", ")
-    is_victim = rank == fault.victim
     met: list[str] = []
 
     def take(step, action):
@@ -122,13 +123,6 @@ def _rank(folder: Path, rank: int, ranks: int, fault: Fault, port: int, flags: l
 
     real_take, pipeline.StepState.input_of = pipeline.StepState.input_of, take
     real_exchange, dispatch.start_all_to_all_rows = dispatch.start_all_to_all_rows, exchange
-    try:
-        code = pretrain_gpt.main(flags)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)  # closes all connections, as the end of a program does
 
 
 def _host(folder: Path, ranks: int, fault: Fault, flags: list[str]) -> None:

@@ -100,7 +100,7 @@ def run_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: int) 
 
 
 def start_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: int) -> ForkProcess:
-    """One rank in a process of its own, which reports to `pipe`."""
+    """One rank in a separate process, which reports to `pipe`."""
     process = FORK.Process(target=run_rank, args=(job, root, first, rank, size, pipe))
     process.start()
     return process

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from programs import rank_environment
+
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29555  # of the namespaces, which share none with this machine
 
@@ -97,30 +99,25 @@ class Network:
         """A rank of tools/preflight.py, alone on its node, in a separate mount namespace, in
         which the shell commands `before` are carried out first.
         """
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "TORCHELASTIC_"))
-        }
-        of_rank = {
-            "RANK": str(node),
-            "WORLD_SIZE": str(self.nodes),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(PORT),
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONDONTWRITEBYTECODE": "1",  # what is mounted over the code stays on the node
-        }
+        of_rank = rank_environment(
+            node,
+            self.nodes,
+            PORT,
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR=self.address,
+            GLOO_SOCKET_IFNAME="eth0",
+            OMP_NUM_THREADS="1",
+            PYTHONDONTWRITEBYTECODE="1",  # what is mounted over the code stays on the node
+            **(environment or {}),
+        )
         program = [sys.executable, str(ROOT / "tools/preflight.py"), "--node", f"n{node}", *flags]
         command = f"{before}\nexec {shlex.join(program)}"
         with output.open("wb") as to:
             return subprocess.Popen(
                 ["ip", "netns", "exec", f"{self.prefix}n{node}"]
                 + ["unshare", "--mount", "--propagation", "private", "bash", "-ec", command],
-                env={**inherited, **of_rank, **(environment or {})},
+                env=of_rank,
                 stdout=to,
                 stderr=subprocess.STDOUT,
             )

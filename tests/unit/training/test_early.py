@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import rank_environment
 
 from megatron.config.groups import TrainingConfig
 from megatron.training.exit import ExitConditions, exit_on_signals
@@ -24,19 +25,11 @@ FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 
 def test_a_rank_that_waits_for_another():
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
-    ranks = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
     command = [sys.executable, "pretrain_gpt.py", *FLAGS]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, **ranks},
+        env=rank_environment(0, 2, port),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
