@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -60,14 +61,14 @@ class Attempt:
         root: Path,
         iteration: int,
         ranks: Ranks,
-        explain: Callable[[Exception], str],
         state: JsonObject | None = None,
         own: int = 0,
+        explain: Callable[[Exception], str] | None = None,
     ) -> None:
         self.root = root
         self.iteration = iteration
         self.ranks = ranks
-        self.explain = explain
+        self.explain = explain or partial(not_saved, root, iteration)
         self.lock = -1
         self.is_made = False
         self.makes = ranks.first

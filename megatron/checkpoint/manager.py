@@ -13,10 +13,9 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.background import Background
-from megatron.checkpoint.commit import Attempt, Policy, not_saved, retire
+from megatron.checkpoint.commit import Attempt, Policy, retire
 from megatron.checkpoint.files import GB, GIB
 from megatron.checkpoint.index import read_manifest
 from megatron.checkpoint.manifest import ALIGN, CheckpointError, iteration_folder, list_iterations
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
     from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 
 logger = logging.getLogger(__name__)
+
+DONE: JsonObject = {"result": None}  # a rank's part of a phase in which it does nothing
 
 
 def staging_bytes(pairs: Sequence[BoxTensor], limit: float | None) -> int:
@@ -126,20 +127,6 @@ class Staging:
             torch.cuda.current_stream().wait_event(self.copied)
 
 
-@dataclass
-class PendingSave:
-    """A save under way, in two phases: all ranks' shards are written (0), and the first rank's
-    process commits the checkpoint (1).
-    """
-
-    attempt: Attempt
-    state: JsonObject
-    replicas: DesyncCheck | None  # compared before the commit
-    opened: ExitStack  # the attempt and files
-    outcome: JsonObject | None  # of this rank's part of the phase: its result or its error
-    phase: int = 0
-
-
 @dataclass(frozen=True)
 class Saved:
     """A save of all ranks that went well. Training waited for `stall` of its seconds."""
@@ -173,10 +160,15 @@ class CheckpointManager:
         self.root = Path(self.root)
         # iterations that were there before this run, on the first rank
         self.before = list_iterations(self.root) if self.ranks.first else []
-        self.pending: PendingSave | None = None
+        # the save under way, which waits at each `yield` until all ranks have come so far
+        self.pending: Iterator[None] | None = None
+        self.phase = 0  # of it: the number of the `yield`
+        self.outcome: JsonObject | None = None  # of this rank's part of the phase, once it is over
+        self.opened = ExitStack()  # its temporary folder and files
         self.went_well = True  # the last save
         self.stall = 0.0  # seconds that the last one has held training up
         self.began = 0.0  # when it started, by time.perf_counter
+        self.iteration = 0  # its
         # A process writes in the background; a shard of the local tier needs no memory.
         self.background: Background | None = None
         self.staging: Staging | None = None
@@ -205,7 +197,7 @@ class CheckpointManager:
                 f" the save before was not over: waited {time.perf_counter() - began:.1f} s "
                 "for it; a longer --save-interval avoids that"
             )
-        self.began = began
+        self.began, self.iteration = began, iteration
         try:
             # 1. What has diverged is not saved; the local tier comes first.
             if replicas is not None and self.staging is None:
@@ -217,7 +209,9 @@ class CheckpointManager:
 
             # 2. In the background from the staging memory or from the local tier, else now.
             if self.staging is not None or (self.background is not None and local):
-                self._begin(iteration, pairs, state, replicas)
+                saving = self._in_background(iteration, pairs, state, replicas)
+                next(saving)
+                self.pending, self.phase = saving, 0
             else:
                 where = self.root, iteration, pairs, state, self.ranks
                 save_checkpoint(*where, verify=self.verify, before=self.before)
@@ -225,36 +219,61 @@ class CheckpointManager:
                     retire(self.root, self.retention, iteration)
         except (UserError, OSError) as error:
             self.close()  # its process may wait for the rest of a shard
-            self._failed(iteration, error)
+            self._end(error)
             return
         self.stall = time.perf_counter() - began
         if self.pending is None:
-            self._committed(iteration)
+            self._end()
 
-    def _begin(
+    def _in_background(
         self, iteration: int, pairs: Pairs, state: JsonObject, replicas: DesyncCheck | None
-    ) -> None:
-        """Have the writer process write this rank's shard. Raises UserError on every rank where
-        anything prevents it on one.
+    ) -> Iterator[None]:
+        """A save by the writer processes. Raises UserError on every rank where anything prevents it
+        on one.
         """
-        explain = partial(not_saved, self.root, iteration)
-        own = int(bool(pairs))
-        with ExitStack() as opened:
-            attempt = Attempt(self.root, iteration, self.ranks, explain, state, own)
-            opened.enter_context(attempt)
-            attempt.gather_or_raise(lambda: self._start_writing(attempt, pairs, opened))
-            checked = replicas if self.staging is not None else None
-            outcome = None if own else {"result": None}
-            self.pending = PendingSave(attempt, state, checked, opened.pop_all(), outcome)
+        # 1. Every rank's process writes its shard.
+        attempt = Attempt(self.root, iteration, self.ranks, state, int(bool(pairs)))
+        self.opened.enter_context(attempt)
+        attempt.gather_or_raise(lambda: self._start_writing(attempt, pairs))
+        pairs = []  # tensors that were made for the save need not last until it is over
+        yield
+        results = attempt.gather_or_raise(self._result)
 
-    def _start_writing(self, attempt: Attempt, pairs: Pairs, opened: ExitStack) -> None:
+        # 2. Shards of diverged replicas are written, and not committed.
+        if replicas is not None and self.staging is not None:
+            replicas.check(self.ranks)
+
+        # 3. The first rank's process commits the checkpoint.
+        self.outcome = DONE
+        if self.ranks.first:
+            what = {
+                "attempt": attempt.name,
+                "shards": [record | who for record, who in results if record is not None],
+                "state": state,
+                "before": self.before,
+                "retention": asdict(self.retention),
+            }
+            try:
+                self._send(attempt, "commit", what)
+            except CheckpointError as error:
+                self.outcome = {"error": str(error)}
+        yield
+        attempt.gather_or_raise(self._result)
+
+    def _result(self) -> Any:
+        if "error" in self.outcome:
+            raise CheckpointError(self.outcome["error"])
+        return self.outcome["result"], self.ranks.who
+
+    def _start_writing(self, attempt: Attempt, pairs: Pairs) -> None:
+        self.outcome = DONE
         if attempt.index is None:
             return
         options = {"index": attempt.index, "verify": self.verify, "rate": self.rate}
         if self.staging is None:
             path, record = self.local_checkpoints.shard(attempt.iteration, attempt.index)
             # open, for it may be removed in the local tier before it has been copied
-            shard = opened.enter_context(open(path, "rb"))
+            shard = self.opened.enter_context(open(path, "rb"))
             source = f"/proc/{os.getpid()}/fd/{shard.fileno()}"
             self._send(attempt, "copy", options | {"source": source, "record": record})
             return
@@ -266,6 +285,7 @@ class CheckpointManager:
 
     def _send(self, attempt: Attempt, do: str, what: JsonObject) -> None:
         """Have the writer process do something. Raises CheckpointError."""
+        self.outcome = None
         self.background.start()
         where = {"root": str(self.root), "folder": str(attempt.folder)}
         self.background.send({"do": do, "iteration": attempt.iteration} | where | what)
@@ -286,14 +306,14 @@ class CheckpointManager:
         if self.pending is None:
             return [] if self.background is None else [0.0, 0.0]
         self._look(wait=False)
-        done = float(self.pending.outcome is not None)
-        return [done, 0.0] if self.pending.phase == 0 else [1.0, done]
+        done = float(self.outcome is not None)
+        return [done, 0.0] if self.phase == 0 else [1.0, done]
 
     def advance(self, sums: Sequence[float]) -> None:
         """All ranks call this after the same step: go on to the next phase when every one is ready
         for it.
         """
-        if self.pending is not None and sums[self.pending.phase] == self.ranks.world.size:
+        if self.pending is not None and sums[self.phase] == self.ranks.world.size:
             self._next_phase()
 
     def finalize(self) -> bool:
@@ -315,79 +335,44 @@ class CheckpointManager:
 
     def _look(self, *, wait: bool) -> None:
         """See what has become of this rank's part of the phase."""
-        save, staging = self.pending, self.staging
-        if save.outcome is not None:
+        staging = self.staging
+        if self.outcome is not None:
             return
         try:
             if staging is not None and staging.end:
                 if not (wait or staging.is_here):
                     return
                 staging.hand_over()
-            save.outcome = self.background.answer(wait=wait)
+            self.outcome = self.background.answer(wait=wait)
         except CheckpointError as error:
-            where = f"{self.root}: the checkpoint of iteration {save.attempt.iteration}"
-            save.outcome = {"error": f"{where} was not saved: {error}"}
+            where = f"{self.root}: the checkpoint of iteration {self.iteration}"
+            self.outcome = {"error": f"{where} was not saved: {error}"}
 
     def _next_phase(self) -> None:
         """All ranks call this when every one has done its part of the phase."""
-        save = self.pending
-        iteration = save.attempt.iteration
-
-        def result() -> Any:
-            if "error" in save.outcome:
-                raise CheckpointError(save.outcome["error"])
-            return save.outcome["result"], self.ranks.who
-
         try:
-            results = save.attempt.gather_or_raise(result)
-            if save.phase == 0:
-                # Shards of diverged replicas are written, and not committed.
-                if save.replicas is not None:
-                    save.replicas.check(self.ranks)
-                self._start_commit(save, results)
-                return
+            next(self.pending)
+            self.phase += 1
+        except StopIteration:
+            self._end()
         except UserError as error:
-            self._end()
-            self._failed(iteration, error)
-        else:
-            self._end()
-            self._committed(iteration)
+            self._end(error)
 
-    def _end(self) -> None:
-        self.pending.opened.close()
+    def _end(self, error: Exception | None = None) -> None:
+        self.opened.close()
         self.pending = None
+        self.went_well = error is None
+        if error is not None:
+            logger.warning(f"iteration {self.iteration} was NOT saved. {error}")
+        elif self.ranks.first:
+            self._log_saved()
 
-    def _start_commit(self, save: PendingSave, results: list[Any]) -> None:
-        save.phase = 1
-        if not self.ranks.first:
-            save.outcome = {"result": None}
-            return
-        save.outcome = None
-        what = {
-            "attempt": save.attempt.name,
-            "shards": [record | who for record, who in results if record is not None],
-            "state": save.state,
-            "before": self.before,
-            "retention": asdict(self.retention),
-        }
-        try:
-            self._send(save.attempt, "commit", what)
-        except CheckpointError as error:
-            save.outcome = {"error": str(error)}
-
-    def _failed(self, iteration: int, error: Exception) -> None:
-        self.went_well = False
-        logger.warning(f"iteration {iteration} was NOT saved. {error}")
-
-    def _committed(self, iteration: int) -> None:
-        self.went_well = True
-        if not self.ranks.first:
-            return
-        folder = self.root / iteration_folder(iteration)
+    def _log_saved(self) -> None:
+        folder = self.root / iteration_folder(self.iteration)
         size = sum(shard["bytes"] for shard in read_manifest(folder)["shards"])
         saved = Saved(size, time.perf_counter() - self.began, self.stall)
         logger.info(
             f" saved checkpoint {folder}: {size / GB:.2f} GB in {saved.seconds:.1f} s, "
             f"{size / GB / saved.seconds:.2f} GB/s; training waited {self.stall:.1f} s"
         )
-        self.report(iteration, saved)
+        self.report(self.iteration, saved)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.commit import Attempt, commit, not_saved, not_writable
+from megatron.checkpoint.commit import Attempt, commit, not_writable
 from megatron.checkpoint.files import WriteProgress, write_file, write_shard_file
 from megatron.checkpoint.manifest import box_key, encode_header, iteration_folder
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
@@ -59,9 +59,7 @@ def save_checkpoint(
     pairs = not_empty(tensors)
     parts = shard_parts(pairs)
     # Shards of all ranks are durable before the first one commits them.
-    with Attempt(
-        root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)
-    ) as attempt:
+    with Attempt(root, iteration, ranks, state, len(parts)) as attempt:
         progress = WriteProgress(iteration, shard_bytes(pairs))
         gathered = attempt.gather_or_raise(
             lambda: (write_shards(attempt, parts, verify, progress), ranks.who)
@@ -87,7 +85,7 @@ def try_folder(root: str | Path, ranks: Ranks = SINGLE_RANK) -> None:
     def write() -> None:
         write_file(attempt.folder / f"rank-{ranks.world.rank}", b"x")
 
-    with Attempt(root, 0, ranks, partial(not_writable, root)) as attempt:
+    with Attempt(root, 0, ranks, explain=partial(not_writable, root)) as attempt:
         attempt.gather_or_raise(write)
 
 
