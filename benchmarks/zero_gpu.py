@@ -219,7 +219,6 @@ class RandomTokens:
             ids[:, 1:].contiguous(),
             ones,
             positions,
-            None,
             torch.arange(samples),
         )
 

@@ -41,9 +41,9 @@ class Batch:
     # [b, s] float32: 0 where the input token is an end of document, under --eod-mask-loss
     loss_mask: torch.Tensor
     position_ids: torch.Tensor  # [b, s] int64
-    # [b, s] int32: where the token's document begins in its sample, under --reset-attention-mask
-    document_starts: torch.Tensor | None
     sample_ids: torch.Tensor  # [b] int64: sample numbers of the run
+    # [b, s] int32: where the token's document begins in its sample, under --reset-attention-mask
+    document_starts: torch.Tensor | None = None
     # [C, s / C] int64, under context parallelism: the positions that each of C ranks holds
     places: torch.Tensor | None = None
 
@@ -118,16 +118,16 @@ class Source:
             starts[:, 1:] = np.where(tokens[:, :-1] == self.eod, positions[:, 1:], 0)
             starts = np.maximum.accumulate(starts, axis=1)
             positions = positions - starts if self.reset_position_ids else positions
-        return Batch(
-            tokens=torch.from_numpy(tokens),
-            labels=torch.from_numpy(labels),
-            loss_mask=torch.from_numpy(mask),
-            position_ids=torch.from_numpy(np.array(positions, order="C")),
-            document_starts=torch.from_numpy(starts.astype(np.int32))
-            if self.reset_attention_mask
-            else None,
-            sample_ids=torch.from_numpy(sample),
-        )
+        arrays = {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": mask,
+            "position_ids": np.array(positions, order="C"),
+            "sample_ids": sample,
+        }
+        if self.reset_attention_mask:
+            arrays["document_starts"] = starts.astype(np.int32)
+        return Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 @dataclass(frozen=True)
@@ -303,13 +303,9 @@ class _Opener:
         flags = ", ".join(flag_name(name) for name in names if getattr(data, name))
         counted = sidecar and made_with == eod
         if flags and not (sidecar["eod_count"] if counted else dataset.contains(eod)):
-            made = tokenizer = ""
-            if made_with != eod:
-                made = f" but was made with {made_with} as the end of document"
-                tokenizer = " and this tokenizer"
             raise DataError(
-                f"{dataset.bin_path}: holds no end-of-document id ({eod}){made}, so {flags} "
-                f"cannot act: preprocess with --append-eod{tokenizer}, or drop the flag"
+                f"{dataset.bin_path}: holds no end-of-document id ({eod}), so {flags} "
+                "cannot act: preprocess with --append-eod and this tokenizer, or drop the flag"
             )
 
     def source(self, name: str, streams: list[TokenStream], blend: Blend, weight: float) -> Source:
@@ -368,16 +364,18 @@ def split_range(shares: list[Fraction], split: str, sequences: int) -> tuple[int
 
 
 def _given_twice(streams: list[TokenStream]) -> list[str]:
-    """The fault of streams with the same data, if any."""
-    last = {stream.identity: stream.dataset.prefix for stream in streams}
-    if len(last) == len(streams):
-        return []
-    prefixes = [stream.dataset.prefix for stream in streams]
-    names = sorted(prefix for prefix in prefixes if prefix not in last.values())
-    return [
-        f"{', '.join(names) or next(iter(last.values()))}: this data is given twice: "
-        "name it once, with the sum of the weights"
-    ]
+    """The faults of streams with the same data as an earlier one."""
+    first: dict[str, str] = {}
+    faults = []
+    for stream in streams:
+        prefix = stream.dataset.prefix
+        if stream.identity in first:
+            faults.append(
+                f"{prefix}: this data is given twice, first as {first[stream.identity]}: "
+                "name it once, with the sum of the weights"
+            )
+        first.setdefault(stream.identity, prefix)
+    return faults
 
 
 def build_data(

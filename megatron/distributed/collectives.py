@@ -339,12 +339,6 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
     return _start("all_gather", x, out, axis)
 
 
-def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
-    """x [size, ...], part i for rank i -> [size, ...], part i from rank i."""
-    one_each = [1] * axis.size
-    return start_all_to_all_rows(x, one_each, one_each, axis)
-
-
 def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Handle:
     """Rows of x [n, ...], the first send[0] of which go to rank 0, the next send[1] to rank 1 and
     so on -> [sum of `receive`, ...], the first receive[0] of which came from rank 0 and so on.
@@ -460,7 +454,8 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """Part i of x [size, ...] to rank i -> [size, ...], part i from rank i."""
-    return start_all_to_all(x, axis).wait()
+    one_each = [1] * axis.size
+    return start_all_to_all_rows(x, one_each, one_each, axis).wait()
 
 
 def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:

@@ -29,7 +29,7 @@ from megatron.config.metadata import flag_name
 from megatron.distributed.launchers import Launch, LaunchError
 from megatron.distributed.peers import run_for
 
-MAX_PAUSE_S = 0.5  # between two polls of the store
+POLL_S = 0.05  # between two polls of the store
 ERROR_GRACE_S = 5.0  # that a rank gives the others to read an error, before it ends
 ARRIVAL_GRACE_S = 2.0  # that rank 0 gives late ranks once it has found a fault
 OK = "in order"
@@ -112,12 +112,10 @@ class _Meeting:
             self.keys.set_timeout(timedelta(seconds=self.seconds))
 
     def _polls(self) -> Iterator[None]:
-        """Yield for each poll of the store until the deadline, with growing pauses."""
-        pause = 0.005
+        """Yield for each poll of the store until the deadline."""
         while time.monotonic() < self.deadline:
             yield
-            time.sleep(pause)
-            pause = min(1.3 * pause, MAX_PAUSE_S)
+            time.sleep(POLL_S)
 
     def _give_verdict(self, verdict: str) -> str:
         """Write the verdict unless there is one; the verdict that counts."""

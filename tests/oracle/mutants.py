@@ -131,8 +131,8 @@ the document mask ignored | documents
     "document_starts": document_starts => "document_starts": None
 = megatron/data/loader.py Source.batch
 an end of document that belongs to the next one | documents
-    torch.from_numpy(starts.astype(np.int32)) => torch.from_numpy(np.maximum.accumulate(
-        np.where(tokens == self.eod, np.arange(tokens.shape[1]), 0), axis=1).astype(np.int32))
+    starts.astype(np.int32) => np.maximum.accumulate(
+        np.where(tokens == self.eod, np.arange(tokens.shape[1]), 0), axis=1).astype(np.int32)
 = kernels/attention.py attention_reference
 weights that dropout keeps not scaled up | gpt-dropout
     * (1 / (1 - drop)) =>
@@ -246,7 +246,7 @@ positions reset one token late | documents
 the loss masked where the label is an end of document | documents
     (tokens != self.eod) => (labels != self.eod)
 labels not shifted | llama
-    labels=torch.from_numpy(labels) => labels=torch.from_numpy(tokens)
+    "labels": labels => "labels": tokens
 = megatron/data/token_stream.py TokenStream.places
 samples at multiples of the sequence length | llama
     * self.seq_length + offset => * self.seq_length

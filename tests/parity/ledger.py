@@ -29,7 +29,6 @@ KINDS = {
     "start_all_reduce": "all-reduce",
     "start_all_gather": "all-gather",
     "gather_parts": "all-gather",
-    "start_all_to_all": "all-to-all",
     "start_all_to_all_rows": "all-to-all",
     "start_ring_hop": "hop",
     "_GlooReduceScatter": "reduce-scatter",

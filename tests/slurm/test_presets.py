@@ -74,24 +74,6 @@ def test_published_shape_fits_80_gb(name, capsys):
     assert gib < USABLE_GIB
 
 
-@pytest.mark.full
-def test_stages_of_the_largest_preset(capsys):
-    """16 stages of 126 layers: one layer less at both ends, where embedding and head are."""
-    assert (
-        pretrain_gpt.main(
-            [
-                *flags_of("llama-405b"),
-                *"--train-samples 3000000 --dry-run --world-size 1024".split(),
-            ]
-        )
-        == 0
-    )
-    layers = re.findall(
-        r"stage \d+ on rank \d+: (?:embedding, )?layers (\d+)-(\d+)", capsys.readouterr().out
-    )
-    assert [int(last) - int(first) + 1 for first, last in layers] == [7, *[8] * 14, 7]
-
-
 def test_every_preset_is_tested_and_an_unknown_name_lists_them():
     named = re.findall(r"^ +(\w+-[\w.]+)\)", (ROOT / "scripts/presets.sh").read_text(), re.M)
     assert set(named) == FITTING.keys()

@@ -260,27 +260,21 @@ class TestDevice:
 
         return pretend
 
-    @pytest.mark.parametrize("backend", ["auto", "nccl"])
-    def test_a_gpu_for_each_rank(self, gpus, backend):
-        current = gpus(4)
-        chosen = choose_device(
-            Launch(6, 8, 2, 4, "torchrun"), DistributedConfig(distributed_backend=backend)
-        )
-        assert chosen == (torch.device("cuda:2"), "nccl") and current == [torch.device("cuda:2")]
-
-    def test_gloo_shares_gpus(self, gpus):
-        gpus(2)
-        assert choose_device(
-            Launch(3, 4, 3, 4, "torchrun"), DistributedConfig(distributed_backend="gloo")
-        ) == (torch.device("cuda:1"), "gloo")
-
-    @pytest.mark.parametrize("launcher", ["srun", "environment", "mpirun (Open MPI)"])
-    def test_each_process_is_shown_its_own_gpu(self, gpus, launcher):
-        gpus(1)
-        assert choose_device(Launch(3, 4, 3, 4, launcher), DistributedConfig()) == (
-            torch.device("cuda:0"),
-            "nccl",
-        )
+    @pytest.mark.parametrize(
+        "count, launcher, backend, chosen",
+        [
+            (4, "torchrun", "auto", ("cuda:3", "nccl")),
+            (4, "torchrun", "nccl", ("cuda:3", "nccl")),
+            (2, "torchrun", "gloo", ("cuda:1", "gloo")),  # which shares GPUs
+            (1, "srun", "auto", ("cuda:0", "nccl")),  # each process sees one of its own
+            (1, "environment", "auto", ("cuda:0", "nccl")),
+        ],
+    )
+    def test_the_device_of_a_rank(self, gpus, count, launcher, backend, chosen):
+        current = gpus(count)
+        config = DistributedConfig(distributed_backend=backend)
+        device, library = choose_device(Launch(3, 4, 3, 4, launcher), config)
+        assert (str(device), library) == chosen and current == [device]
 
     @pytest.mark.parametrize("launcher, count", [("torchrun", 1), ("torchrun", 3), ("srun", 3)])
     def test_more_ranks_than_gpus(self, gpus, launcher, count):
