@@ -23,19 +23,17 @@ def quotas(weights: list[float], names: list[str]) -> list[int]:
     """Weights rounded to whole shares of 65,536 by largest remainder. Raises DataError for a
     positive weight that rounds to nothing.
     """
-    total = sum(weights)
-    exact = [weight / total * PATTERN for weight in weights]
-    shares = [int(value) for value in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda d: (shares[d] - exact[d], d))
-    for d in by_remainder[: PATTERN - sum(shares)]:
-        shares[d] += 1
-    lost = [names[d] for d, share in enumerate(shares) if share == 0 and weights[d] > 0]
+    exact = np.array(weights) / sum(weights) * PATTERN
+    shares = exact.astype(np.int64)
+    by_remainder = np.argsort(shares - exact, kind="stable")
+    shares[by_remainder[: PATTERN - shares.sum()]] += 1
+    lost = [name for name, weight, share in zip(names, weights, shares) if share == 0 < weight]
     if lost:
         raise DataError(
             f"{', '.join(lost)}: a weight below 1/{2 * PATTERN} of the blend would never be read: "
             f"raise it, merge small sources, or remove it"
         )
-    return shares
+    return shares.tolist()
 
 
 def pattern(shares: list[int]) -> np.ndarray:

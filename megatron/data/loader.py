@@ -191,9 +191,6 @@ class Data:
     eod: int
 
 
-Mixed = list[tuple[TokenStream, float]]  # streams and their weights
-
-
 @dataclass
 class _Opener:
     """Opens each prefix once, makes streams and sources, and reports all faults together."""
@@ -204,8 +201,8 @@ class _Opener:
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def streams(self, split: str) -> Mixed:
-        """The token streams of a split; by default the weight is the number of tokens."""
+    def streams(self, split: str) -> list[TokenStream]:
+        """The token streams of a split, with their weights."""
         data, cut_by = self.config.data, None
         if data.data_path:
             paths, cut_by = parse_blend(data.data_path, "--data-path"), data.split or DEFAULT_SPLIT
@@ -214,24 +211,24 @@ class _Opener:
         else:
             own = getattr(data, f"{split}_data_path")
             paths = parse_blend(own or (), f"--{split}-data-path")
-        found: Mixed = []
+        found: list[TokenStream] = []
         too_small = []
         for weight, prefix in paths:
             dataset = None if weight == 0 else self.open(prefix)
             if dataset is None:
                 continue
             try:
-                stream = self.stream(dataset, split, cut_by)
+                found.append(self.stream(dataset, split, cut_by))
             except DataError as error:
                 too_small.append(str(error))
             else:
-                found.append((stream, stream.num_tokens if weight is None else weight))
+                found[-1].weight = found[-1].weight if weight is None else weight
         if cut_by and split != "train" and found:
             # other sources are evaluated; the message of a source that is too small has the fix
             self.notes += [f"{split}: left out: {problem}" for problem in too_small]
         else:
             self.faults += too_small
-        self.faults += _given_twice([stream for stream, _ in found])
+        self.faults += _given_twice(found)
         return found
 
     def stream(self, dataset: IndexedDataset, split: str, cut_by: str | None) -> TokenStream:
@@ -325,17 +322,19 @@ class _Opener:
             **_flags(self.config),
         )
 
-    def held_out(self, title: str, mixed: Mixed) -> dict[str, Source]:
+    def held_out(self, title: str, streams: list[TokenStream]) -> dict[str, Source]:
         """One source per stream: a single one is named `title`, several by the last part of their
         prefix (or all of it when those collide).
         """
-        prefixes = [stream.dataset.prefix for stream, _ in mixed]
+        prefixes = [stream.dataset.prefix for stream in streams]
         short = [each.rsplit("/", 1)[-1].removesuffix("_text_document") for each in prefixes]
-        names = [title] if len(mixed) == 1 else short if len(set(short)) == len(short) else prefixes
-        total = sum(weight for _, weight in mixed)
+        names = (
+            [title] if len(streams) == 1 else short if len(set(short)) == len(short) else prefixes
+        )
+        total = sum(stream.weight for stream in streams)
         return {
-            name: self.source(name, [stream], Blend([1]), weight / total)
-            for name, (stream, weight) in zip(names, mixed, strict=True)
+            name: self.source(name, [stream], Blend([1]), stream.weight / total)
+            for name, stream in zip(names, streams, strict=True)
         }
 
 
@@ -414,8 +413,8 @@ def build_data(
     if train:
         history, source, lines = _blended(opener, train, history, consumed)
         notes += lines
-    for split, mixed in held_out.items():
-        notes += _held_out_notes(split, mixed)
+    for split, streams in held_out.items():
+        notes += _held_out_notes(split, streams)
     return Data(
         train=source,
         valid=opener.held_out("validation", held_out["valid"]),
@@ -427,12 +426,11 @@ def build_data(
 
 
 def _blended(
-    opener: _Opener, train: Mixed, history: JsonObject | None, consumed: int
+    opener: _Opener, streams: list[TokenStream], history: JsonObject | None, consumed: int
 ) -> tuple[JsonObject, Source, list[str]]:
     """The continued data history, the training samples and notes."""
-    streams = [stream for stream, _ in train]
     names = [stream.dataset.prefix for stream in streams]
-    shares = quotas([weight for _, weight in train], names)
+    shares = quotas([stream.weight for stream in streams], names)
     entries = [
         {"id": stream.identity, "content": stream.content, "name": name, "share": share}
         for stream, name, share in zip(streams, names, shares)
@@ -445,15 +443,13 @@ def _blended(
     return history, opener.source("train", streams, blend, 1.0), [*notes, *changes]
 
 
-def _held_out_notes(split: str, mixed: Mixed) -> list[str]:
-    notes = [_size(split, stream) for stream, _ in mixed]
-    if len(mixed) > 1:
-        notes.insert(
-            0,
-            f"{split}: each source is evaluated by itself; the loss of the blend is "
-            "their mean by weight (without weights: by tokens)",
-        )
-    return notes
+def _held_out_notes(split: str, streams: list[TokenStream]) -> list[str]:
+    sizes = [_size(split, stream) for stream in streams]
+    means = (
+        f"{split}: each source is evaluated by itself; the loss of the blend is "
+        "their mean by weight (without weights: by tokens)"
+    )
+    return [means, *sizes] if len(streams) > 1 else sizes
 
 
 def _size(split: str, stream: TokenStream) -> str:

@@ -89,6 +89,7 @@ class TokenStream:
                 f"{seq_length + 1}: change --split, shorten --seq-length or add data"
             )
         self.samples = self.num_tokens // seq_length  # n: samples of one epoch
+        self.weight: float = self.num_tokens  # in a blend, where none is given
         order = (dataset.fingerprint, self.begin, self.num_tokens, seq_length, seed)
         self.key = key_of(*order)
         self.identity = f"{int(key_of('identity', *order)):016x}"

@@ -121,13 +121,17 @@ class Backend:
             work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
         return Works([work], x, ("all-reduce", axis))
 
-    def all_gather(self, x: Tensor, out: Tensor, axis: Axis) -> Handle:
-        return _start_native("all-gather", x, out, axis)
-
-    def all_to_all_rows(
-        self, x: Tensor, out: Tensor, axis: Axis, send: list[int], receive: list[int]
+    def exchange(
+        self, x: Tensor, out: Tensor, axis: Axis, operation: str, *splits: list[int]
     ) -> Handle:
-        return _start_native("all-to-all", x, out, axis, receive, send)
+        """An all-gather, an all-to-all of rows or a reduce-scatter of x into `out`. `splits`: the
+        numbers of rows that are received from each rank, and sent to it.
+        """
+        with named(operation, axis.dimension):
+            work = getattr(dist, NATIVE[operation])(
+                out, x.contiguous(), *splits, group=axis.group, async_op=True
+            )
+        return Works([work], out, (operation, axis))
 
     def ring_hop(self, x: Tensor, out: Tensor, axis: Axis) -> Handle:
         x = x.contiguous()
@@ -145,9 +149,9 @@ class Backend:
         self, x: Tensor, out: Tensor, axis: Axis, reduce_dtype: torch.dtype, workspace: int
     ) -> Handle:
         if reduce_dtype == x.dtype:
-            return _start_native("reduce-scatter", x, out, axis)
+            return self.exchange(x, out, axis, "reduce-scatter")
         total = torch.empty_like(out, dtype=reduce_dtype)  # NCCL adds in the dtype that it sends
-        return Copied(_start_native("reduce-scatter", x.to(reduce_dtype), total, axis), out)
+        return Copied(self.exchange(x.to(reduce_dtype), total, axis, "reduce-scatter"), out)
 
     def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> Any:
         with named("send", "pp"):
@@ -158,30 +162,20 @@ class Backend:
             return dist.irecv(x, src=axis.ranks[source], group=axis.group, tag=tag)
 
 
-def _start_native(operation: str, x: Tensor, out: Tensor, axis: Axis, *splits: list[int]) -> Works:
-    """The library's collective of x into `out`."""
-    with named(operation, axis.dimension):
-        work = getattr(dist, NATIVE[operation])(
-            out, x.contiguous(), *splits, group=axis.group, async_op=True
-        )
-    return Works([work], out, (operation, axis))
-
-
 class Gloo(Backend):
     """Sends and receives between pairs of ranks."""
 
     on_host = True
 
-    def all_gather(self, x: Tensor, out: Tensor, axis: Axis) -> Handle:
-        x = x.contiguous()
-        works = _swap("all-gather", [x] * axis.size, out.chunk(axis.size), axis)
-        return Works(works, out, ("all-gather", axis))
-
-    def all_to_all_rows(
-        self, x: Tensor, out: Tensor, axis: Axis, send: list[int], receive: list[int]
+    def exchange(
+        self, x: Tensor, out: Tensor, axis: Axis, operation: str, *splits: list[int]
     ) -> Handle:
-        works = _swap("all-to-all", x.contiguous().split(send), out.split(receive), axis)
-        return Works(works, out, ("all-to-all", axis))
+        x = x.contiguous()
+        if splits:
+            received, sent = out.split(splits[0]), x.split(splits[1])
+        else:
+            received, sent = out.chunk(axis.size), (x,) * axis.size
+        return Works(_swap(operation, sent, received, axis), out, (operation, axis))
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, axis: Axis, reduce_dtype: torch.dtype, workspace: int
@@ -313,12 +307,12 @@ def round_elements(
 # ---- collectives that are awaited later
 
 
-def _start(operation: str, x: Tensor, out: Tensor, axis: Axis, *settings: Any) -> Handle:
+def _start(method: str, x: Tensor, out: Tensor, axis: Axis, *settings: Any) -> Handle:
     """Start the backend's collective of x into `out`, on Gloo with copies on the host of tensors of
     a GPU.
     """
     backend = backend_of(axis)
-    start = getattr(backend, operation)
+    start = getattr(backend, method)
     if x.is_cuda and backend.on_host:
         return Copied(start(x.cpu(), torch.empty_like(out, device="cpu"), axis, *settings), out)
     return start(x, out, axis, *settings)
@@ -336,7 +330,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
     if axis.size == 1:
         return Works([], x if out is None else out)
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
-    return _start("all_gather", x, out, axis)
+    return _start("exchange", x, out, axis, "all-gather")
 
 
 def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Handle:
@@ -346,7 +340,7 @@ def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: 
     if axis.size == 1:
         return Works([], x)
     out = x.new_empty((sum(receive), *x.shape[1:]))
-    return _start("all_to_all_rows", x, out, axis, send, receive)
+    return _start("exchange", x, out, axis, "all-to-all", receive, send)
 
 
 def start_ring_hop(x: Tensor, axis: Axis) -> Handle:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.config.errors import UserError
 
@@ -120,18 +120,15 @@ def launch_of(environment: Environment) -> Launch:
 def rough_launch(environment: Environment = os.environ) -> Launch:
     """`launch_of`, or for error messages a guess from incomplete variables."""
 
-    def guess(names: Iterable[str]) -> int:
-        values = (environment.get(name, "") for name in names)
+    def guess(*names: str) -> int:
+        values = (environment.get(name, "") for name in " ".join(names).split())
         return next((int(value) for value in values if value.isdecimal()), 0)
 
     try:
         return launch_of(environment)
     except LaunchError:
-        local_ranks = " ".join(launcher.local_rank for launcher in LAUNCHERS).split()
-        return Launch(
-            rank=guess(["RANK", *(launcher.rank for launcher in LAUNCHERS)]),
-            local_rank=guess(["LOCAL_RANK", *local_ranks]),
-        )
+        _, _, ranks, _, local_ranks, _ = zip(*LAUNCHERS)
+        return Launch(guess("RANK", *ranks), local_rank=guess("LOCAL_RANK", *local_ranks))
 
 
 def _explicit_launch(environment: Environment) -> Launch:
@@ -139,7 +136,7 @@ def _explicit_launch(environment: Environment) -> Launch:
     wrapper. Variables of a launcher that gives the same rank fill in for missing ones.
     """
     rank = number(environment, "RANK")
-    fields = {
+    fields: dict[str, Any] = {
         "world_size": _first(environment, "WORLD_SIZE"),
         "local_rank": _first(environment, "LOCAL_RANK"),
         "local_size": _first(environment, "LOCAL_WORLD_SIZE"),
@@ -297,19 +294,17 @@ def slurm_job(environment: Environment = os.environ) -> str:
 
 def _checked(launch: Launch, names: str) -> Launch:
     values = f"{launch.rank}, {launch.world_size}, {launch.local_rank}, {launch.local_size}"
-    faults = [
-        (launch.rank >= launch.world_size, "a rank must be below the number of ranks"),
-        (
-            0 < launch.local_size <= launch.local_rank,
-            "a local rank must be below the number of ranks of its host",
-        ),
-        (launch.local_size > launch.world_size, "a host cannot have more ranks than the job"),
-    ]
-    for wrong, why in faults:
-        if wrong:
-            raise LaunchError(
-                f"{names} are {values}: {why}; start with torchrun or srun, or correct them"
-            )
+    why = ""
+    if launch.rank >= launch.world_size:
+        why = "a rank must be below the number of ranks"
+    elif 0 < launch.local_size <= launch.local_rank:
+        why = "a local rank must be below the number of ranks of its host"
+    elif launch.local_size > launch.world_size:
+        why = "a host cannot have more ranks than the job"
+    if why:
+        raise LaunchError(
+            f"{names} are {values}: {why}; start with torchrun or srun, or correct them"
+        )
     return launch
 
 

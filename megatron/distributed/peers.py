@@ -25,6 +25,7 @@ from megatron.config.errors import some
 
 logger = logging.getLogger(__name__)
 
+POLL_S = 0.05  # between two polls of the store
 HEARTBEAT_S = 2.0  # between two heartbeats of a rank
 OBSERVE_S = 2.5 * HEARTBEAT_S  # a living rank has a new heartbeat within this time
 STORE_TIMEOUT_S = 5.0
@@ -48,6 +49,18 @@ def run_for(seconds: float, part: Callable[[], Any]) -> list[Any]:
     thread.start()
     thread.join(seconds)
     return ended
+
+
+def wait_for_count(store: Store, key: str, count: int, seconds: float, own: int = 1) -> None:
+    """Add this rank to a count in the store, and wait until the count is reached, for some seconds
+    at most. Returns when the store's host has ended.
+    """
+    until = time.monotonic() + seconds
+    with suppress(RuntimeError):
+        found = store.add(key, own)
+        while found < count and time.monotonic() < until:
+            time.sleep(POLL_S)
+            found = store.add(key, 0)
 
 
 class PeerError(RuntimeError):
@@ -211,12 +224,8 @@ class Peers:
         """
         if self.store is None or self.holder != f"rank {self.rank}":
             return
-        until = time.monotonic() + OBSERVE_S + STORE_TIMEOUT_S
-        with suppress(RuntimeError):
-            while self.store.add("ended", 0) < self.world - self.num_silent:
-                if time.monotonic() > until:
-                    return
-                time.sleep(0.2)
+        living = self.world - self.num_silent
+        wait_for_count(self.store, "ended", living, OBSERVE_S + STORE_TIMEOUT_S, own=0)
 
 
 PEERS = Peers()

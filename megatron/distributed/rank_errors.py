@@ -36,12 +36,8 @@ def raise_on_all_ranks(axis: Axis, device: torch.device) -> Iterator[None]:
         yield
     except UserError as error:
         fault = error
-    texts = [
-        text.decode()
-        for text in gather_bytes(
-            b"" if fault is None else str(fault).encode() or b"?", axis, device
-        )
-    ]
+    text = "" if fault is None else str(fault) or "?"
+    texts = [each.decode() for each in gather_bytes(text.encode(), axis, device)]
     raise_rank_error(texts, axis, fault)
 
 

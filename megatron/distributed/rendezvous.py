@@ -15,7 +15,6 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -27,9 +26,8 @@ from megatron.config.groups import Config
 from megatron.config.input_files import JsonObject
 from megatron.config.metadata import flag_name
 from megatron.distributed.launchers import Launch, LaunchError
-from megatron.distributed.peers import run_for
+from megatron.distributed.peers import POLL_S, run_for, wait_for_count
 
-POLL_S = 0.05  # between two polls of the store
 ERROR_GRACE_S = 5.0  # that a rank gives the others to read an error, before it ends
 ARRIVAL_GRACE_S = 2.0  # that rank 0 gives late ranks once it has found a fault
 OK = "in order"
@@ -86,7 +84,10 @@ class _Meeting:
         self._append("arrivals")
         verdict = self._lead() if launch.rank == 0 else self._join()
         if verdict != OK:
-            self._wait_until_read()
+            # the first process that ends may end the store, or the whole job
+            with suppress(RuntimeError):  # the store is closed: its host has read the error
+                present = len(self._present())
+                wait_for_count(self.keys, f"{self.meeting}/read", present, ERROR_GRACE_S)
             raise LaunchError(verdict)
         self.store = PrefixStore(self.meeting, self.keys)
 
@@ -111,12 +112,6 @@ class _Meeting:
         finally:
             self.keys.set_timeout(timedelta(seconds=self.seconds))
 
-    def _polls(self) -> Iterator[None]:
-        """Yield for each poll of the store until the deadline."""
-        while time.monotonic() < self.deadline:
-            yield
-            time.sleep(POLL_S)
-
     def _give_verdict(self, verdict: str) -> str:
         """Write the verdict unless there is one; the verdict that counts."""
         return self.keys.compare_set(f"{self.meeting}/verdict", "", verdict).decode()
@@ -138,7 +133,7 @@ class _Meeting:
         self._append(f"{self.meeting}/present")
         called = {self.me.ticket}
         present, fault = [self.me], ""
-        for _ in self._polls():
+        while time.monotonic() < self.deadline:
             for arrival in self._arrivals("arrivals"):
                 if arrival.ticket not in called:
                     self.keys.set(f"call/{arrival.ticket}", f"{self.meeting} {self.me.digest}")
@@ -150,6 +145,7 @@ class _Meeting:
                 break
             if fault:
                 self.deadline = min(self.deadline, time.monotonic() + ARRIVAL_GRACE_S)
+            time.sleep(POLL_S)
         missing = self._missing(present) if len(present) < self.launch.world_size else OK
         return self._give_verdict(fault or self._differing(present) or missing)
 
@@ -186,17 +182,6 @@ class _Meeting:
             f"{some(list(found.values()), MAX_DIFFERENCES, '; ')}. "
             "Give every rank the same flags and software"
         )
-
-    def _wait_until_read(self) -> None:
-        """Wait until all present ranks have read the error: the first process that ends may end
-        the store, or the whole job.
-        """
-        self.deadline = time.monotonic() + ERROR_GRACE_S
-        with suppress(RuntimeError):  # the store is closed: its host has read the error
-            self.keys.add(f"{self.meeting}/read", 1)
-            for _ in self._polls():
-                if self.keys.add(f"{self.meeting}/read", 0) >= len(self._present()):
-                    return
 
 
 def impossible(present: list[Arrival]) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from datetime import timedelta
@@ -29,7 +28,7 @@ from torch.nn.attention import SDPBackend
 from megatron.config.groups import DistributedConfig
 from megatron.distributed.groups import Groups, Layout, build_groups, one_process
 from megatron.distributed.launchers import Environment, Launch, LaunchError, launch_of, number
-from megatron.distributed.peers import PEERS
+from megatron.distributed.peers import PEERS, wait_for_count
 from megatron.distributed.rendezvous import ERROR_GRACE_S, meet
 
 logger = logging.getLogger(__name__)
@@ -215,14 +214,7 @@ def disconnect() -> None:
     store = dist.distributed_c10d._get_default_store()
     PEERS.stop()
     dist.destroy_process_group()
-    try:
-        left = store.add("left", 1)
-        until = time.monotonic() + ERROR_GRACE_S
-        while rank == 0 and left < world and time.monotonic() < until:
-            time.sleep(0.02)
-            left = store.add("left", 0)
-    except RuntimeError:
-        pass  # the host has disconnected: it has waited long enough
+    wait_for_count(store, "left", world, ERROR_GRACE_S if rank == 0 else 0)
 
 
 def make_groups(layout: Layout, kv_heads: int | None, **options: Any) -> Groups:

@@ -274,9 +274,9 @@ mock validation data that are the training's | gpt-dropout
     key_of("mock", seed, name) => key_of("mock", seed, "train")
 = megatron/data/blend.py quotas
 shares of a blend rounded down | tests/unit/data/test_blend.py
-    in by_remainder[: PATTERN - sum(shares)] => in [len(shares) - 1] * (PATTERN - sum(shares))
+    shares[by_remainder[: PATTERN - shares.sum()]] += 1 => shares[-1] += PATTERN - shares.sum()
 weights of a blend ignored | resume-new-blend
-    weight / total * PATTERN for => PATTERN / len(weights) for
+    np.array(weights) / sum(weights) => np.ones(len(weights)) / len(weights)
 = megatron/data/blend.py pattern
 a blend that reads one source after the other | resume-new-blend
     return np.array(result) => return np.sort(result)

@@ -46,13 +46,11 @@ class SilentGroup(Backend):
     def all_reduce(self, x: Tensor, axis: Axis, op: Any) -> SilentWork:
         return self._start("all-reduce", axis, x.nbytes, x)
 
-    def all_gather(self, x: Tensor, out: Tensor, axis: Axis) -> SilentWork:
-        return self._start("all-gather", axis, axis.size * x.nbytes, out)
-
-    def all_to_all_rows(
-        self, x: Tensor, out: Tensor, axis: Axis, send: list[int], receive: list[int]
+    def exchange(
+        self, x: Tensor, out: Tensor, axis: Axis, operation: str, *splits: list[int]
     ) -> SilentWork:
-        return self._start("all-to-all", axis, x.nbytes, out)
+        size = axis.size * x.nbytes if operation == "all-gather" else x.nbytes
+        return self._start(operation, axis, size, out)
 
     def ring_hop(self, x: Tensor, out: Tensor, axis: Axis) -> SilentWork:
         return self._start("message", axis, x.nbytes, out)
