@@ -221,8 +221,9 @@ class _Opener:
                 found.append(self.stream(dataset, split, cut_by))
             except DataError as error:
                 too_small.append(str(error))
-            else:
-                found[-1].weight = found[-1].weight if weight is None else weight
+                continue
+            if weight is not None:
+                found[-1].weight = weight
         if cut_by and split != "train" and found:
             # other sources are evaluated; the message of a source that is too small has the fix
             self.notes += [f"{split}: left out: {problem}" for problem in too_small]

@@ -66,7 +66,10 @@ class Layout:
 
     def rank(self, at: dict[str, int]) -> int:
         """The rank at these coordinates."""
-        return int(np.ravel_multi_index([at[axis] for axis in self.order], self.sizes))
+        rank = 0
+        for axis in self.order:
+            rank = rank * getattr(self, axis) + at[axis]
+        return rank
 
     def lines(self, axes: tuple[str, ...], rank: int | None = None) -> list[Ranks]:
         """The ranks that differ only in `axes`, ascending: all such lines, or that of one rank."""
