@@ -9,10 +9,9 @@ training/step.py, once a step.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from operator import itemgetter
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron.config.batch_schedule import batch_steps
@@ -195,19 +194,17 @@ check_tables()
 def global_batch_size_at(consumed: int, config: Config) -> int:
     """Samples of the step that starts after `consumed` samples, see batch_steps."""
     steps = batch_steps(config.training, config.data.seq_length)
-    return steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1]
+    return next(size for first, size in reversed(steps) if first <= consumed)
 
 
 def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | None]]:
     """(samples before, batch size, steps of that size or None: all others), from `consumed` on."""
     steps = batch_steps(config.training, config.data.seq_length)
-    index = bisect_right(steps, consumed, key=itemgetter(0))
-    while index < len(steps):
-        size = steps[index - 1][1]
-        count = -(-(steps[index][0] - consumed) // size)
-        yield consumed, size, count
-        consumed += count * size
-        index = bisect_right(steps, consumed, key=itemgetter(0))
+    for (_, size), (end, _) in pairwise(steps):
+        if consumed < end:  # the last step of a size may pass over whole stages
+            count = -(-(end - consumed) // size)
+            yield consumed, size, count
+            consumed += count * size
     yield consumed, steps[-1][1], None
 
 

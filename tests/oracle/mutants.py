@@ -299,8 +299,8 @@ a ramp-up whose steps are rounded down | in-samples
     -(-count * samples // increments) => count * samples // increments
 = megatron/optimizer/lr_schedule.py global_batch_size_at
 a ramp-up that grows one increment early | ramp-up
-    return steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1] =>
-        size = steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1]
+    return next(size for first, size in reversed(steps) if first <= consumed) =>
+        size = next(size for first, size in reversed(steps) if first <= consumed)
         return min(size + config.training.rampup_batch_size[1], config.training.global_batch_size)
 """
 

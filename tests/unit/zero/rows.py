@@ -118,23 +118,10 @@ class Row:
                 found["embedding"] = [size["vocab"] * h]
             for layer in range(stage * layers // count, (stage + 1) * layers // count):
                 if gpt:
-                    tensors = [
-                        3 * h * h,
-                        3 * h,
-                        h * h,
-                        h,
-                        4 * h * h,
-                        4 * h,
-                        4 * h * h,
-                        h,
-                        h,
-                        h,
-                        h,
-                        h,
-                    ]
-                    tensors += [size.get("positions", size["seq"]) * h] * (layer == 0) + [h, h] * (
-                        layer == layers - 1
-                    )
+                    attention, mlp = [3 * h * h, 3 * h, h * h, h], [4 * h * h, 4 * h, 4 * h * h, h]
+                    positions = [size.get("positions", size["seq"]) * h] * (layer == 0)
+                    final_norm = [h, h] * (layer == layers - 1)
+                    tensors = [*attention, *mlp, h, h, h, h, *positions, *final_norm]
                 else:
                     f = 8 * h // 3 // GRID * GRID
                     tensors = [3 * h * h, h * h, 2 * f * h, f * h, h, h] + [h] * (
@@ -202,11 +189,7 @@ class Row:
         size = dict(self.size)
         factor = min(pieces, WIDE * size["seq"] * max(size["vocab"], 4 * size["hidden"]))
         gradient = PRECISIONS[self.precision][2]
-        layers = {
-            name: elements
-            for name, elements in self.blocks(pipe).items()
-            if name.startswith("layer")
-        }
+        layers = {name: x for name, x in self.blocks(pipe).items() if name.startswith("layer")}
         early = 0
         if "zero-bubble" in self.flags and self.stage >= 2:
             h = size["hidden"]

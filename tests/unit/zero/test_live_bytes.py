@@ -4,10 +4,16 @@ within them its slots, gathered blocks and scratch.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch.distributed as dist
 from selection import one_in
 from unit.zero.measure import measure
 from unit.zero.rows import SMALL, Row, faults
+from unit.zero.tracker import CALLS
+
+from megatron.distributed.collectives import NATIVE
 
 PIECES = 1 << 15  # of the small model: small enough that no bound is met by chance
 V = "--pipeline-schedule zero-bubble-v"
@@ -72,32 +78,6 @@ def test_a_run_holds_what_the_formula_says(gloo_world, row):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "row, bytes_each",
-    [
-        (Row(0, 4), 18),
-        (Row(1, 4), 9),
-        (Row(2, 4), 6),
-        (Row(3, 4), 4),
-        (Row(2, 4, 2, 4), 6),
-        (Row(3, 2, 2, 4, flags=V, size=FOUR), 8),
-        *((Row(stage, 4, precision="fp32"), each) for stage, each in enumerate((16, 10, 7, 4))),
-        *(
-            (Row(stage, 4, precision="narrow"), each)
-            for stage, each in enumerate((16, 7, 5.5, 3.5))
-        ),
-        (Row(3, 4, shard=2), 8),
-    ],
-    ids=str,
-)
-def test_the_formula_by_hand_is_that_of_the_table(row, bytes_each):
-    """18 | 6 + 12/N | 2 + 16/N | 16/N bytes a parameter, 16 | 8 + 8/N | 4 + 12/N | 16/N in fp32,
-    and two less where gradients are bf16.
-    """
-    for pipe in range(row.pp):
-        assert sum(row.resident(pipe).values()) == bytes_each * sum(row.blocks(pipe).values())
-
-
 @pytest.mark.parametrize("leak, fault", [("block", "parameters"), ("slot", "slots")])
 @pytest.mark.default("slot-slots")
 def test_one_leak_is_seen(gloo_world, leak, fault):
@@ -105,3 +85,28 @@ def test_one_leak_is_seen(gloo_world, leak, fault):
     row = Row(3, 2, 1, 4)
     found = faults_of(row, held(gloo_world, row, leak))
     assert any(fault in each for each in found), "\n".join(found)
+
+
+def test_all_functions_of_torch_distributed_that_the_project_calls_are_sampled():
+    source = "".join(
+        path.read_text()
+        for path in (Path(__file__).resolve().parents[3] / "megatron/distributed").glob("*.py")
+    )
+    called = {name for name in dir(dist) if f"dist.{name}(" in source}
+    # one function calls what is looked up by name
+    assert source.count("getattr(dist, ") == source.count("getattr(dist, NATIVE[operation])(") == 1
+    called |= set(NATIVE.values())
+    assert called - set(CALLS) <= {
+        "init_process_group",
+        "destroy_process_group",
+        "new_group",
+        "get_backend",
+        "get_rank",
+        "get_world_size",
+        "is_initialized",
+        "is_nccl_available",
+        "batch_isend_irecv",
+        "P2POp",
+        "TCPStore",
+        "PrefixStore",
+    }, called
