@@ -17,8 +17,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 PDEATHSIG = 1  # prctl: a signal for when the parent dies
 NICE = 10  # training comes first
+Waves = Callable[[int], Iterator[memoryview]]  # the next bytes of the trainer
 
 
 class Background:
@@ -117,9 +119,10 @@ def serve(descriptor: int, pipe: int) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[_TrainerLog(trainer)])
     _send(trainer, {"result": "here"})
     with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view, suppress(EOFError):
+        waves = partial(_waves, view, trainer)
         while True:
             command = json.loads(trainer.recv_bytes())
-            _send(trainer, _outcome(command, view, trainer))
+            _send(trainer, _outcome(command, waves))
 
 
 def _send(trainer: Connection, answer: JsonObject) -> None:
@@ -140,23 +143,23 @@ class _TrainerLog(logging.Handler):
         _send(self.trainer, {"log": [record.levelno, record.getMessage()]})
 
 
-def _outcome(command: JsonObject, memory: memoryview, trainer: Connection) -> JsonObject:
+def _outcome(command: JsonObject, waves: Waves) -> JsonObject:
     try:
-        return {"result": WORK[command["do"]](command, memory, trainer)}
+        return {"result": WORK[command["do"]](command, waves)}
     except CheckpointError as error:
         return {"error": str(error)}
     except (OSError, MemoryError) as error:
         return {"error": not_saved(Path(command["root"]), command["iteration"], error)}
 
 
-def _write(command: JsonObject, memory: memoryview, trainer: Connection) -> JsonObject:
-    waves = _waves(command["bytes"], memory, trainer)
-    first = next(waves)
+def _write(command: JsonObject, waves: Waves) -> JsonObject:
+    data = waves(command["bytes"])
+    first = next(data)
     header, rest = bytes(first[: command["header"]]), first[command["header"] :]
-    return _write_shard(command, header, chain([rest], waves), command["bytes"])
+    return _write_shard(command, header, chain([rest], data), command["bytes"])
 
 
-def _copy(command: JsonObject, memory: memoryview, trainer: Connection) -> JsonObject:
+def _copy(command: JsonObject, waves: Waves) -> JsonObject:
     """Write a shard that lies in a local folder. Raises CheckpointError when it is not what
     `record`, its entry in a manifest, specifies.
     """
@@ -184,7 +187,7 @@ def _write_shard(
     )
 
 
-def _waves(size: int, memory: memoryview, trainer: Connection) -> Iterator[memoryview]:
+def _waves(memory: memoryview, trainer: Connection, size: int) -> Iterator[memoryview]:
     """The file's bytes as they come; each wave but the last one is answered when it has been
     taken.
     """
@@ -197,7 +200,7 @@ def _waves(size: int, memory: memoryview, trainer: Connection) -> Iterator[memor
         _send(trainer, {"taken": count})
 
 
-def _commit(command: JsonObject, memory: memoryview, trainer: Connection) -> None:
+def _commit(command: JsonObject, waves: Waves) -> None:
     root, iteration = Path(command["root"]), command["iteration"]
     what = (command[key] for key in ("attempt", "shards", "state", "before"))
     commit(root, Path(command["folder"]), iteration, *what)

@@ -165,7 +165,7 @@ def commit(
     try:
         Index(temporary)  # what could not be opened later is not committed now
     except CheckpointError as error:
-        raise CheckpointError(not_saved(root, iteration, _file_error(error) or error)) from error
+        raise CheckpointError(not_saved(root, iteration, error)) from error
 
     # 2. One rename makes the checkpoint; what is known of the newest one follows.
     target = root / iteration_folder(iteration)
@@ -273,14 +273,9 @@ def not_writable(root: Path, error: Exception) -> str:
     )
 
 
-def _file_error(error: BaseException | None) -> OSError | None:
-    """The file system's error that another one was raised from; None when there is none."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__
-    return error
-
-
 def in_words(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.background import Background
-from megatron.checkpoint.commit import Attempt, Policy, retire
+from megatron.checkpoint.commit import Attempt, Policy, not_saved, retire
 from megatron.checkpoint.files import GB, GIB
 from megatron.checkpoint.index import read_manifest
 from megatron.checkpoint.manifest import ALIGN, CheckpointError, iteration_folder, list_iterations
@@ -345,8 +345,7 @@ class CheckpointManager:
                 staging.hand_over()
             self.outcome = self.background.answer(wait=wait)
         except CheckpointError as error:
-            where = f"{self.root}: the checkpoint of iteration {self.iteration}"
-            self.outcome = {"error": f"{where} was not saved: {error}"}
+            self.outcome = {"error": not_saved(self.root, self.iteration, error)}
 
     def _next_phase(self) -> None:
         """All ranks call this when every one has done its part of the phase."""
