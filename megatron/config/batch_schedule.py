@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import re
 from decimal import Decimal
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megatron.config.errors import UserError
@@ -23,32 +24,31 @@ def parse_schedule(words: tuple[str, ...]) -> list[Step]:
     """The (tokens, batch size) pairs of `0:16 2.4B:320 ...`, in order of tokens.
 
     Spaces and commas divide entries; numbers may end in K, M, B or T (powers of 1000). Raises
-    UserError unless the first threshold is 0, thresholds differ and sizes are above 0.
+    UserError unless the first threshold is 0 and sizes are above 0.
     """
     entries = " ".join(words).replace(",", " ").split()
     if len(entries) > MOST_STEPS:
         raise UserError(f"{len(entries):,} steps; the most is {MOST_STEPS:,}")
-    steps = []
-    for entry in entries:
-        parts = re.fullmatch(r"([\d._]+)([KMBT]?):([\d._]+)([KMBT]?)", entry, re.IGNORECASE)
-        try:
-            if parts is None:
-                raise ValueError
-            tokens, size = (
-                Decimal(parts[number]) * SUFFIXES[parts[number + 1].upper()] for number in (1, 3)
-            )
-            if size != int(size) or not 0 < size < 2**53 or tokens >= 2**63:
-                raise ValueError
-        except (ValueError, ArithmeticError):
-            raise UserError(
-                f"{entry[:40]}: expected TOKENS:SAMPLES, such as 2.4B:320 for batches of 320 "
-                "samples from 2.4e9 tokens on"
-            ) from None
-        steps.append((int(tokens), int(size)))
-    steps.sort()
+    steps = sorted(map(_parse_step, entries))
     if not steps or steps[0][0] != 0:
         raise UserError("the first step must be at 0 tokens, such as 0:16")
     return steps
+
+
+def _parse_step(entry: str) -> Step:
+    match = re.fullmatch(r"([\d._]+)([KMBT]?):([\d._]+)([KMBT]?)", entry.upper())
+    try:
+        if match is not None:
+            tokens = Decimal(match[1]) * SUFFIXES[match[2]]
+            size = Decimal(match[3]) * SUFFIXES[match[4]]
+            if size == int(size) and 0 < size < 2**53 and tokens < 2**63:
+                return int(tokens), int(size)
+    except ArithmeticError:  # two points in a number
+        pass
+    raise UserError(
+        f"{entry[:40]}: expected TOKENS:SAMPLES, such as 2.4B:320 for batches of 320 samples from "
+        "2.4e9 tokens on"
+    )
 
 
 def schedule_words(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -65,11 +65,9 @@ def batch_steps(training: TrainingConfig, seq_length: int) -> tuple[Step, ...]:
     UserError where two of them are the same number of samples.
     """
     if training.step_batch_size_schedule is not None:
-        steps = [
-            (tokens // seq_length, size)
-            for tokens, size in parse_schedule(training.step_batch_size_schedule)
-        ]
-        for (first, _), (second, size) in zip(steps, steps[1:]):
+        schedule = parse_schedule(training.step_batch_size_schedule)
+        steps = [(tokens // seq_length, size) for tokens, size in schedule]
+        for (first, _), (second, size) in pairwise(steps):
             if first == second:
                 raise UserError(
                     f"two steps begin at {first} samples of --seq-length {seq_length} (one is of "

@@ -22,7 +22,6 @@ from megatron.config.errors import UserError, nearest_word
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, HELP
 from megatron.config.options import Words, key, options_by_flag, shown
-from megatron.config.rules import counts
 
 if TYPE_CHECKING:
     from megatron.config.reading import Occurrence, Reading
@@ -46,9 +45,7 @@ class CompatibilityRow:
     def holds(self, config: Config) -> bool:
         """Whether the settings fulfil the row's condition."""
         run = RunView(config, 1, None)
-        return not self.when or any(
-            all(counts(run, rule) for rule in alternative.split()) for alternative in self.when
-        )
+        return not self.when or any(map(run.holds_all, self.when))
 
     def rewrite(self, words: Words) -> list[Occurrence]:
         """The occurrences of our own flags that the row means. Raises UserError for a value that

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config import compatibility, needs
-from megatron.config.derive import data_parallel_size, spelled
+from megatron.config import compatibility
+from megatron.config.derive import RunView, condition_text, data_parallel_size, spelled
 from megatron.config.errors import UserError, first_faults, shortened
 from megatron.config.groups import LR_DECAYS
 from megatron.config.input_files import SETTINGS_LIMIT, read_json
@@ -29,14 +29,6 @@ INSTEAD = (
     f"take the section out and give --lr-decay-style {' or '.join(LR_DECAYS)} with "
     "--lr-warmup-iters N"
 )
-
-# Sections that are on without a key `enabled`; precisions and other unsupported ones are off.
-ON_BY_DEFAULT = {
-    "compression_training",
-    "sparse_attention",
-    "weight_quantization",
-    "expert_parallel",
-}
 
 
 @functools.cache
@@ -82,26 +74,64 @@ class DeepSpeedFile:
         # 1. Keys and sections that ask for nothing, and those that nothing here does.
         if value == "auto":
             return "follows the flags"
-        if not key.endswith(".enabled") and self._is_off(key):
+        sections = key.split(".")[:-1]
+        enclosing = (".".join(sections[: count + 1]) for count in range(len(sections)))
+        if not key.endswith(".enabled") and not all(map(self._is_on, enclosing)):
             return "its section is not enabled"
+        is_off = value in (False, {})
         if unsupported := _section(key, "unsupported"):
-            if value in (False, None, {}):
+            if is_off or value is None:
                 return "off here too"
             raise UserError(f"{answers('unsupported')[unsupported]}; take the section out")
         if value is None:
             return "not set"
         _check_refused(key, value)
-        # 2. Keys that equal a flag.
-        found = self._translated(key, value)
-        if isinstance(found, tuple):
-            return self._settle(*found)
-        # 3. Keys that change nothing.
-        noted = _section(key, "noted")
-        if found or noted:
-            return found or answers("noted")[noted]
-        if value in (False, {}):
+        # 2. Keys that equal a flag, and keys that change nothing.
+        if note := self._compare(key, value):
+            return note
+        if noted := _section(key, "noted"):
+            return answers("noted")[noted]
+        if is_off:
             return "off here too"
         raise UserError("not supported; take it out")
+
+    def _is_on(self, section: str) -> bool:
+        """Whether a section is enabled. Precisions and most unsupported ones must be."""
+        precision = field_of(f"{section}.enabled")
+        must_be = precision or section in answers("unsupported")
+        is_on = not must_be or section in answers("on_by_default")
+        enabled = self.keys.get(f"{section}.enabled", is_on)
+        if enabled == "auto":
+            return precision is not None and self.reading.value(precision)
+        return enabled is not False
+
+    def _compare(self, key: str, value: Any) -> str:
+        """The note on a key that a field of ours is about; an empty string for another key. Raises
+        UserError.
+        """
+        if key in WIRE and value is not False:
+            return self._wire(key, value)
+        if key == BETAS:
+            raise UserError("expected a list of two numbers")
+        if key == STEPS:
+            return self._accumulation(value)
+        if key.startswith("scheduler."):
+            return self._schedule(key, value)
+        if key == DEVICE:
+            return self._offload(value)
+        field = field_of(key)
+        if field is None:
+            return ""
+        if field == "optimizer_nvme_offload" and self.keys.get(DEVICE) != "nvme":
+            return "has no effect without the device nvme"
+        run = RunView(self.reading.config, 1, None)
+        conditions = answers("acts_with").get(field, "").split()
+        if missing := [condition_text(each) for each in conditions if not run.holds(each)]:
+            return f"has no effect without {' and '.join(missing)}"
+        try:
+            return self._settle(field, CONVERSIONS.get(key, lambda value: value)(value))
+        except TypeError:
+            raise UserError("expected a number") from None
 
     def _settle(self, name: str, theirs: Any) -> str:
         """The note on a value of our field, which equals ours or is taken. Raises UserError for one
@@ -114,7 +144,7 @@ class DeepSpeedFile:
             raise UserError(f"{flag}: {problem}") from None
         is_off = value is None or value is False
         if value == ours:
-            return f"equals no {flag}" if is_off else f"equals {flag}"
+            return f"equals {'no ' * is_off}{flag}"
         if bound is not None and value is not None and not bound.holds(value):
             raise UserError(f"{flag} must be {bound.text}")
         if name in self.reading.chosen:
@@ -122,60 +152,10 @@ class DeepSpeedFile:
             raise UserError(f"contradicts {spelled(name, ours)}; {fix} or change the file")
         if name in PRECISIONS and (rivals := PRECISIONS & self.reading.chosen):
             raise UserError(f"contradicts {' '.join(map(flag_name, rivals))}")
-        self.reading.config = self.reading.config.with_fields(FIELDS[name].group, **{name: value})
+        self.reading.put(name, value)
         return f"taken, as no flag sets it: {spelled(name, value)}"
 
-    def _is_off(self, key: str) -> bool:
-        """Whether a section around a key is not enabled."""
-        names = key.split(".")[:-1]
-        for count in range(1, len(names) + 1):
-            path = ".".join(names[:count])
-            precision = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}.get(path)
-            is_on = path in ON_BY_DEFAULT or not (precision or path in answers("unsupported"))
-            enabled = self.keys.get(f"{path}.enabled", is_on)
-            if enabled == "auto":
-                enabled = precision is not None and self.reading.value(precision)
-            if enabled is False:
-                return True
-        return False
-
-    def _translated(self, key: str, value: Any) -> tuple[str, Any] | str:
-        """Our field that a key is about and its value, or the note on a key that changes nothing or
-        is settled already; an empty string for a key without a field. Raises UserError.
-        """
-        value_of, field = self.reading.value, field_of(key)
-        if key in WIRE and value is not False:
-            return self._wire(key, value)
-        if key == BETAS:
-            raise UserError("expected a list of two numbers")
-        if key == STEPS:
-            return self._accumulation(value)
-        if key.startswith("scheduler."):
-            return self._schedule(key, value)
-        if key == DEVICE:
-            return self._offload(value)
-        if field is None:
-            return ""
-        # What has no effect with other settings.
-        if field == "optimizer_nvme_offload" and self.keys.get(DEVICE) != "nvme":
-            return "has no effect without the device nvme"
-        if needs.DYNAMIC_SCALE in FIELDS[field].needs and value_of("loss_scale") is not None:
-            return "has no effect with a static loss scale"
-        if field in ("distribute_saved_activations", "activation_offload"):
-            # both are about the layer inputs that full recomputation keeps, the first about the
-            # copies of tensor-parallel ranks
-            shards = field == "distribute_saved_activations"
-            several = value_of("tensor_model_parallel_size") > 1
-            copies = several and not value_of("sequence_parallel")
-            if value_of("recompute_granularity") != "full" or (shards and not copies):
-                where = " on several tensor-parallel ranks" if shards else ""
-                return f"has no effect unless layers are recomputed{where}"
-        try:
-            return field, CONVERSIONS.get(key, lambda value: value)(value)
-        except TypeError:
-            raise UserError("expected a number") from None
-
-    def _wire(self, key: str, value: Any) -> tuple[str, Any]:
+    def _wire(self, key: str, value: Any) -> str:
         """What gradients are sent in; --main-grads-dtype bf16 sets that too."""
         dtype = "fp32" if value is True and key == "fp32_allreduce" else dtype_of(value)
         if dtype not in ("fp32", "bf16"):
@@ -183,21 +163,21 @@ class DeepSpeedFile:
                 "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out"
             )
         if self.reading.value("main_grads_dtype") == "bf16":
-            return "main_grads_dtype", dtype
-        return "grad_reduce_in_bf16", dtype == "bf16"
+            return self._settle("main_grads_dtype", dtype)
+        return self._settle("grad_reduce_in_bf16", dtype == "bf16")
 
-    def _offload(self, device: str) -> tuple[str, Any] | str:
+    def _offload(self, device: str) -> str:
         """Where the optimizer's state is: in files under a path, which is read before, in host
         memory, or with the weights.
         """
         in_files, flag = self.reading.value("optimizer_nvme_offload"), "--optimizer-nvme-offload"
+        if in_files is None and device == "nvme":
+            raise UserError(f"give {flag} DIR")
+        if in_files is None:
+            return self._settle("optimizer_cpu_offload", device == "cpu")
         if device == "nvme":
-            if in_files is None:
-                raise UserError(f"give {flag} DIR")
             return f"equals {flag}"
-        if in_files is not None:
-            raise UserError(f"contradicts {flag} {in_files}; drop the flag or change the file")
-        return "optimizer_cpu_offload", device == "cpu"
+        raise UserError(f"contradicts {flag} {in_files}; drop the flag or change the file")
 
     def _accumulation(self, steps: Any) -> str:
         """The note on the global batch, whose ranks only a dry run knows; others take what fits."""
@@ -210,8 +190,10 @@ class DeepSpeedFile:
         note = self._settle("global_batch_size", unit * max(1, ranks))
         return f"{note}: {micro} x {steps} on {max(1, ranks)} data-parallel rank(s)"
 
-    def _schedule(self, key: str, value: Any) -> tuple[str, Any] | str:
-        """The kind of a learning-rate schedule, or a parameter of it in the run's units."""
+    def _schedule(self, key: str, value: Any) -> str:
+        """The note on the kind of a learning-rate schedule, or a parameter of it, which is compared
+        in the run's units.
+        """
         field, get = field_of(key), self.reading.value
         style = answers("schedules").get(str(self.keys.get("scheduler.type")))
         if key == "scheduler.type":
@@ -222,7 +204,7 @@ class DeepSpeedFile:
                     "DeepSpeed's scheduler: the warm-up is linear, where DeepSpeed's default is "
                     "logarithmic"
                 )
-            return "lr_decay_style", style
+            return self._settle("lr_decay_style", style)
         if style is None:
             return "has no effect without a type of schedule"
         if field is None:
@@ -240,7 +222,7 @@ class DeepSpeedFile:
                     f"the run is measured in --train-samples; give --train-iters, or {INSTEAD}"
                 )
             field, value = field.replace("_iters", "_samples"), value * batch
-        return field, value
+        return self._settle(field, value)
 
 
 def compare_with_deepspeed(path: str, reading: Reading) -> None:
@@ -288,7 +270,7 @@ def _order(key: str) -> tuple[bool, ...]:
 
 def _section(key: str, table: str) -> str:
     """The longest key of a table that is this one or holds it, or an empty string."""
-    found = (name for name in answers(table) if key == name or key.startswith(name + "."))
+    found = (name for name in answers(table) if f"{key}.".startswith(f"{name}."))
     return max(found, key=len, default="")
 
 

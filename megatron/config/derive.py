@@ -4,8 +4,10 @@ run that rules look at.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.config.batch_schedule import schedule_words
@@ -30,6 +32,9 @@ def spelled(field: str, value: Any) -> str:
     return f"{flag_name(field)} {shortened(words, 60) if isinstance(value, tuple) else words}"
 
 
+# ---------------------------------------------------------------- ranks
+
+
 def data_parallel_size(config: Config, world_size: int) -> int:
     """How many samples `world_size` ranks work on at a time; 0 where tensor- x context- x
     pipeline-parallel size does not divide them, which `resolve` refuses.
@@ -39,10 +44,10 @@ def data_parallel_size(config: Config, world_size: int) -> int:
         config.distributed.context_parallel_size,
         config.distributed.pipeline_model_parallel_size,
     )
-    model = math.prod(sizes)
-    return (
-        world_size // model if min(sizes) > 0 and world_size > 0 and world_size % model == 0 else 0
-    )
+    if min(world_size, *sizes) <= 0:
+        return 0
+    replicas, rest = divmod(world_size, math.prod(sizes))
+    return 0 if rest else replicas
 
 
 def replica_count(config: Config, world_size: int) -> int:
@@ -77,18 +82,50 @@ def expert_ranks(config: Config) -> ExpertRanks:
     return ExpertRanks(etp, distributed.expert_model_parallel_size)
 
 
+# ---------------------------------------------------------------- conditions
+
+# What messages call a condition, where its flags and values would not explain it.
+TEXTS = {
+    "decays=True": "a --lr-decay-style that decays",
+    "has_final_decay=True": "--lr-decay-style WSD",
+    "loss_scale=None": "dynamic loss scaling (no --loss-scale)",
+    "mock_data=False": "data files (--data-path or --train-data-path)",
+    "group_query_attention|one_group_a_head=True": "--group-query-attention",
+    "replicas>1": "several data- or context-parallel ranks",
+    "sequence_parallel=False": "copies on tensor-parallel ranks (no --sequence-parallel)",
+    "world>1": "several ranks",
+}
+
+
+@functools.cache
+def _alternatives(condition: str) -> list[tuple[str, str, str]]:
+    """(field, "", = or >, values) of each part of a condition."""
+    return re.findall(r"(\w+)([=>]?)([^|]*)", condition)
+
+
+def condition_text(condition: str) -> str:
+    """What messages call a condition: `--optimizer adam`, `--profile`, `--eval-iters above 0`."""
+    found = []
+    for field, sign, values in _alternatives(condition):
+        value = values.replace(",", " or ").replace("True", "")
+        found.append(f"{flag_name(field)} {'above ' * (sign == '>')}{value}".strip())
+    return TEXTS.get(condition, " or ".join(found))
+
+
 class RunView:
     """What rules look at: every field by its own name (`run.lr`), the numbers of ranks and the
     tokenizer's vocabulary.
 
     Each matrix is shared by `tp` ranks, the positions of a sample by `cp`, the layers by `pp`, and
     the samples by `dp`; together they are the `world` (dp is 0 where the sizes do not divide it).
-    `replicas` ranks hold the same parameters. The matrices of an expert are shared by `etp` ranks,
-    and the experts of a layer by `ep`.
+    `replicas` ranks hold the same parameters.
     """
 
     def __init__(self, config: Config, world: int, vocabulary: int | None):
-        self.config = config
+        self._config = config
+        self._derived: dict[str, dict[str, Any]] = {}  # by group: what the configuration lacks
+        self._held: dict[str, bool] = {}
+        self.notes: list[str] = []
         self.world = world
         self.vocabulary = vocabulary
         self.tp = config.distributed.tensor_model_parallel_size
@@ -96,17 +133,81 @@ class RunView:
         self.cp = config.distributed.context_parallel_size
         self.dp = data_parallel_size(config, world)
         self.replicas = self.dp * self.cp
-        self.etp, self.ep = expert_ranks(config)
 
     def __getattr__(self, field: str) -> Any:
-        value = getattr(getattr(self.config, FIELDS[field].group), field)
+        value = getattr(getattr(self._config, FIELDS[field].group), field)
         setattr(self, field, value)  # hundreds of rules ask again, thousands of times in a search
         return value
+
+    @property
+    def config(self) -> Config:
+        """The configuration, with the values that were filled in."""
+        for group, values in self._derived.items():
+            self._config = self._config.with_fields(group, **values)
+        self._derived.clear()
+        return self._config
+
+    def fill(self, field: str, value: Any, reason: str = "") -> None:
+        """Give a field a derived value; one with a reason is a note."""
+        self._derived.setdefault(FIELDS[field].group, {})[field] = value
+        self._held.clear()
+        setattr(self, field, value)
+        if reason:
+            self.notes.append(f"{field.replace('_', '-')} = {value}: {reason}")
+
+    def default(self, field: str, value: Any, reason: str = "") -> None:
+        """Fill in a field that is not given."""
+        if getattr(self, field) is None:
+            self.fill(field, value, reason)
+
+    def holds(self, condition: str) -> bool:
+        """Whether a condition on settings holds: `field`, it is not at its default; `field=a,b`, it
+        has one of these values (None: it is not set); `field>0`. Alternatives have | between them.
+        Attributes of this class count as fields.
+        """
+        if condition not in self._held:
+            self._held[condition] = any(
+                self._holds(*alternative) for alternative in _alternatives(condition)
+            )
+        return self._held[condition]
+
+    def _holds(self, field: str, sign: str, values: str) -> bool:
+        value = getattr(self, field)
+        if sign == "=":
+            return str(value) in values.split(",")
+        if sign == ">":
+            return value is not None and value > int(values)
+        return value is not None and value != FIELDS[field].default
+
+    def holds_all(self, conditions: str) -> bool:
+        """Whether all of several conditions hold, which have spaces between them."""
+        return all(map(self.holds, conditions.split()))
 
     @property
     def decay_kind(self) -> DecayKind:
         """The entry of --lr-decay-style in its table."""
         return LR_DECAYS[self.lr_decay_style]
+
+    @property
+    def decays(self) -> bool:
+        """Whether the learning rate goes down to --min-lr."""
+        return self.decay_kind.decays
+
+    @property
+    def has_final_decay(self) -> bool:
+        """Whether --lr-wsd-decay-iters or -samples counts."""
+        return self.decay_kind.has_final_decay
+
+    @property
+    def one_group_a_head(self) -> bool:
+        """Whether no key/value head is shared."""
+        return self.num_query_groups == self.num_attention_heads
+
+    @property
+    def tp_fits(self) -> bool:
+        """Whether the tensor-parallel size is right, so that widths can be held against it."""
+        heads = self.num_attention_heads if self.has("num_attention_heads") else 0
+        return self.dp > 0 and heads % self.tp == 0
 
     @property
     def micro_batches(self) -> int | None:
@@ -119,9 +220,16 @@ class RunView:
         """`--lr-decay-style cosine`: a flag with its value."""
         return spelled(field, getattr(self, field))
 
-    def fault(self, field: str, text: str) -> str:
-        """A message about a flag: the flag with its value, and what is wrong."""
-        return f"{self.show(field)}: {text}"
+    def spell_out(self, text: str) -> str:
+        """A text with each `@field` as the flag with its value."""
+        return re.sub(r"@(\w+)", lambda match: self._shown(match[1]), text)
+
+    def _shown(self, word: str) -> str:
+        return self.show(word) if word in FIELDS else f"@{word}"
+
+    def given(self, *fields: str) -> list[str]:
+        """Those of some fields that have a value."""
+        return [field for field in fields if getattr(self, field) not in (None, False)]
 
     def has(self, *fields: str) -> bool:
         """All of these are given and, where numbers, greater than zero."""
@@ -132,65 +240,12 @@ class RunView:
         )
 
 
-Derivation = Iterator[tuple[str, Any, str]]  # field, value, reason; none where it was not asked for
-
-
-def _derive_model(run: RunView) -> Derivation:
-    if run.ffn_hidden_size is None and run.has("hidden_size"):
-        if run.activation not in GATED:
-            yield "ffn_hidden_size", 4 * run.hidden_size, "4 x hidden-size"
-        elif width := run.hidden_size * 8 // 3 // 64 * 64:
-            yield "ffn_hidden_size", width, f"{GATED_WIDTH}, as {run.activation} is gated"
-    heads = run.num_attention_heads
-    if run.multi_latent_attention:
-        width = run.qk_head_dim + run.qk_pos_emb_head_dim
-        if run.kv_channels != width:
-            yield "kv_channels", width, "qk-head-dim + qk-pos-emb-head-dim"
-    elif run.kv_channels is None and run.has("hidden_size", "num_attention_heads"):
-        if run.hidden_size % heads == 0:
-            yield "kv_channels", run.hidden_size // heads, "hidden-size / num-attention-heads"
-    if run.num_query_groups is None and not run.group_query_attention and heads is not None:
-        yield "num_query_groups", heads, "one for each head without --group-query-attention"
-    if run.max_position_embeddings is None and run.seq_length is not None:
-        yield "max_position_embeddings", run.seq_length, "seq-length"
-
+# ---------------------------------------------------------------- rotary positions
 
 # Values of the factor and the original length that configuration files of earlier versions hold
 # for every model, scaled or not.
-_FORMER_DEFAULTS = (8.0, 8192)
-_YARN = (
-    "rope_scaling_factor",
-    "rope_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
-
-
-def _derive_position_type(run: RunView) -> Derivation:
-    """Latent attention takes YaRN unless --rope-type rope, as in Megatron-LM. YaRN that changes
-    nothing stays rope. Afterwards position_embedding_type alone holds the answer.
-    """
-    kind = run.position_embedding_type
-    if not run.multi_latent_attention or kind == "learned_absolute":
-        return
-    given = {field: getattr(run, field) for field in _YARN}
-    changed = {field for field, value in given.items() if value != FIELDS[field].default}
-    if tuple(given.values())[:2] == _FORMER_DEFAULTS:
-        changed -= set(_YARN[:2])
-    if run.rope_type == "rope" and (kind == "yarn" or rescales_scores(run)):
-        return  # a fault
-    wanted = "rope"
-    if run.rope_type == "rope":
-        for field in () if run.use_rope_scaling else sorted(changed):
-            yield field, FIELDS[field].default, "--rope-type rope rescales no frequencies"
-    elif kind == "yarn" or run.rope_type == "yarn" or (changed and not run.use_rope_scaling):
-        wanted = "yarn"
-    yield "rope_type", None, ""
-    if wanted != kind:
-        what = "YaRN unless --rope-type rope" if wanted == "yarn" else "rotary positions"
-        yield "position_embedding_type", wanted, f"latent attention has {what}, as in Megatron-LM"
+_FORMER_DEFAULTS = {"rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 8192}
+_YARN = (*_FORMER_DEFAULTS, "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim")
 
 
 def rescales_scores(run: RunView) -> bool:
@@ -201,134 +256,183 @@ def rescales_scores(run: RunView) -> bool:
     return factor is not None and yarn_scale(factor, run.mscale_all_dim) != 1
 
 
-def _derive_rope_scaling(run: RunView) -> Derivation:
+def _position_type(run: RunView) -> None:
+    """Latent attention takes YaRN unless --rope-type rope, as in Megatron-LM. YaRN that changes
+    nothing stays rope. Afterwards position_embedding_type alone holds the answer.
+    """
+    kind = run.position_embedding_type
+    if not run.multi_latent_attention or kind == "learned_absolute":
+        return
+    if run.rope_type == "rope" and (kind == "yarn" or rescales_scores(run)):
+        return  # a fault
+    changed = set(filter(run.holds, _YARN))
+    if all(getattr(run, field) == former for field, former in _FORMER_DEFAULTS.items()):
+        changed -= _FORMER_DEFAULTS.keys()
+    if run.use_rope_scaling:
+        changed.clear()
+    wanted = "rope"
+    if run.rope_type == "rope":
+        for field in sorted(changed):
+            run.fill(field, FIELDS[field].default, "--rope-type rope rescales no frequencies")
+    elif changed or "yarn" in (kind, run.rope_type):
+        wanted = "yarn"
+    run.fill("rope_type", None)
+    if wanted != kind:
+        what = "YaRN unless --rope-type rope" if wanted == "yarn" else "rotary positions"
+        reason = f"latent attention has {what}, as in Megatron-LM"
+        run.fill("position_embedding_type", wanted, reason)
+
+
+def _rope_scaling(run: RunView) -> None:
     """Megatron-LM's defaults of rescaled frequencies."""
-    model = run.config.model
-    yarn = run.position_embedding_type == "yarn"
-    fields = {
-        "rope_scaling_factor": model.rope_factor,
-        "rope_original_max_position_embeddings": model.rope_original_length,
-    }
-    for (field, value), former in zip(fields.items(), _FORMER_DEFAULTS, strict=True):
-        given = getattr(run, field)
-        if yarn or run.use_rope_scaling:
-            if given is None:
-                yield field, value, "YaRN's default in Megatron-LM" if yarn else ""
-        elif given == former:
-            yield field, None, ""
+    model, is_yarn = run.config.model, run.position_embedding_type == "yarn"
+    values = model.rope_factor, model.rope_original_length
+    for (field, former), value in zip(_FORMER_DEFAULTS.items(), values, strict=True):
+        if is_yarn or run.use_rope_scaling:
+            run.default(field, value, "YaRN's default in Megatron-LM" if is_yarn else "")
+        elif getattr(run, field) == former:
+            run.fill(field, None)
 
 
-def _derive_experts(run: RunView) -> Derivation:
-    if run.num_experts == 1:
-        yield "num_experts", None, "one expert is the MLP itself"
-    elif run.num_experts is not None and run.moe_ffn_hidden_size is None:
-        yield "moe_ffn_hidden_size", run.ffn_hidden_size, "ffn-hidden-size"
+# ---------------------------------------------------------------- what follows from flags
+
+# A field, the value that it takes where conditions hold, and why.
+FOLLOWING = (
+    ("num_experts", None, "num_experts=1", "one expert is the MLP itself"),
+    ("exit_interval", None, "exit_interval=0", ""),
+    ("exit_duration_in_mins", None, "exit_duration_in_mins=0.0", ""),
+    ("save_interval", None, "save_interval=0", ""),
+    ("eval_interval", None, "eval_interval=0", ""),
+    (
+        "tokenizer_type",
+        "GPT2BPETokenizer",
+        "tokenizer_type=None vocab_file merge_file",
+        "--vocab-file and --merge-file are given",
+    ),
+    (
+        "tokenizer_type",
+        "NullTokenizer",
+        "tokenizer_type=None mock_data vocab_size",
+        "--mock-data with --vocab-size",
+    ),
+    (
+        "split",
+        "969,30,1",
+        "split=None data_path",
+        "shares of train, valid and test when none are given",
+    ),
+    (
+        "recompute_method",
+        "uniform",
+        "recompute_method=None recompute_granularity=full",
+        "every layer is recomputed",
+    ),
+    (
+        "recompute_num_layers",
+        1,
+        "recompute_num_layers=None recompute_granularity=full recompute_method=uniform",
+        "every layer by itself",
+    ),
+    (
+        "recompute_modules",
+        ("core_attn",),
+        "recompute_modules=None recompute_granularity=selective",
+        "Megatron's default",
+    ),
+    (
+        "train_iters",
+        0,
+        "skip_train train_iters=None train_samples=None",
+        "--skip-train trains nothing",
+    ),
+    ("lr", 0.0, "skip_train lr=None", "--skip-train trains nothing"),
+    (
+        "optimizer_cpu_offload",
+        True,
+        "optimizer=adam optimizer_cpu_offload=False optimizer_nvme_offload",
+        "--optimizer-nvme-offload moves on from host memory",
+    ),
+    (
+        "optimizer_cpu_offload",
+        True,
+        "optimizer=adam optimizer_cpu_offload=False param_cpu_offload zero_stage=3",
+        "--param-cpu-offload keeps weights where they are stepped",
+    ),
+    (
+        "sequence_parallel",
+        False,
+        "sequence_parallel tensor_model_parallel_size=1",
+        "--tensor-model-parallel-size 1 has no ranks to split the sequence over",
+    ),
+)
+# A field that is not given, and the one whose value it takes where conditions hold.
+COPIED = (
+    ("max_position_embeddings", "seq_length", ""),
+    ("moe_ffn_hidden_size", "ffn_hidden_size", "num_experts"),
+    ("lr_decay_iters", "train_iters", "train_iters>0 lr_decay_samples=None"),
+    ("lr_decay_samples", "train_samples", "train_samples>0 lr_decay_iters=None"),
+    ("profile_dir", "tensorboard_dir", "profile|record_memory_history save=None"),
+)
 
 
-def _derive_data(run: RunView) -> Derivation:
-    if run.tokenizer_type is None and run.vocab_file is not None and run.merge_file is not None:
-        yield "tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file are given"
-    elif run.tokenizer_type is None and run.mock_data and run.vocab_size is not None:
-        yield "tokenizer_type", "NullTokenizer", "--mock-data with --vocab-size"
-    if run.split is None and run.data_path is not None:
-        yield "split", "969,30,1", "shares of train, valid and test when none are given"
+def _model(run: RunView) -> None:
+    if run.has("hidden_size"):
+        width = run.hidden_size * 8 // 3 // 64 * 64
+        if run.activation not in GATED:
+            run.default("ffn_hidden_size", 4 * run.hidden_size, "4 x hidden-size")
+        elif width:
+            run.default("ffn_hidden_size", width, f"{GATED_WIDTH}, as {run.activation} is gated")
+    heads = run.num_attention_heads
+    if run.multi_latent_attention:
+        width = run.qk_head_dim + run.qk_pos_emb_head_dim
+        if run.kv_channels != width:
+            run.fill("kv_channels", width, "qk-head-dim + qk-pos-emb-head-dim")
+    elif run.has("hidden_size", "num_attention_heads") and run.hidden_size % heads == 0:
+        run.default("kv_channels", run.hidden_size // heads, "hidden-size / num-attention-heads")
+    if heads is not None and not run.group_query_attention:
+        run.default("num_query_groups", heads, "one for each head without --group-query-attention")
 
 
-OFF_AT_ZERO = ("exit_interval", "exit_duration_in_mins", "save_interval", "eval_interval")
+def _tables(run: RunView) -> None:
+    for field, value, conditions, reason in FOLLOWING:
+        if run.holds_all(conditions):
+            run.fill(field, value, reason)
+    for field, source, conditions in COPIED:
+        value = getattr(run, source)
+        if value is not None and run.holds_all(conditions):
+            run.default(field, value, source.replace("_", "-"))
+    if run.save is None and (run.profile or run.record_memory_history):
+        run.default("profile_dir", "profile", "without --save, where --profile writes")
 
 
-def _derive_training(run: RunView) -> Derivation:
-    for field in OFF_AT_ZERO:
-        if getattr(run, field) == 0:
-            yield field, None, ""
-    if run.step_batch_size_schedule is not None:
-        yield from _derive_batches(run)
-    elif run.global_batch_size is None and run.micro_batch_size is not None and run.dp:
-        reason = f"micro-batch-size x {run.dp} data-parallel rank(s)"
-        yield "global_batch_size", run.micro_batch_size * run.dp, reason
-    if run.recompute_granularity == "full" and run.recompute_method is None:
-        yield "recompute_method", "uniform", "every layer is recomputed"
-    if run.recompute_granularity == "full" and run.recompute_num_layers is None:
-        if run.recompute_method != "block":
-            yield "recompute_num_layers", 1, "every layer by itself"
-    if run.recompute_granularity == "selective" and run.recompute_modules is None:
-        yield "recompute_modules", ("core_attn",), "Megatron's default"
-    if run.skip_train and run.train_iters is None and run.train_samples is None:
-        yield "train_iters", 0, "--skip-train trains nothing"
-    if run.skip_train and run.lr is None:
-        yield "lr", 0.0, "--skip-train trains nothing"
-
-
-def _derive_batches(run: RunView) -> Derivation:
+def _batches(run: RunView) -> None:
+    if run.step_batch_size_schedule is None:
+        if run.micro_batch_size is not None and run.dp:
+            reason = f"micro-batch-size x {run.dp} data-parallel rank(s)"
+            run.default("global_batch_size", run.micro_batch_size * run.dp, reason)
+        return
     try:
         words = schedule_words(run.step_batch_size_schedule)
     except UserError:  # reported separately
         return
-    yield "step_batch_size_schedule", words, ""
-    if run.global_batch_size is None:
-        size = int(words[-1].partition(":")[2])
-        yield "global_batch_size", size, "the last step of --step-batch-size-schedule"
+    run.fill("step_batch_size_schedule", words)
+    size = int(words[-1].partition(":")[2])
+    run.default("global_batch_size", size, "the last step of --step-batch-size-schedule")
 
 
-def _derive_logging(run: RunView) -> Derivation:
-    if (run.profile or run.record_memory_history) and run.profile_dir is None and run.save is None:
-        folder = run.tensorboard_dir or "profile"
-        yield "profile_dir", folder, "without --save, where --profile writes"
-
-
-def _derive_schedule(run: RunView) -> Derivation:
-    if run.lr_decay_iters is None and run.train_iters and run.lr_decay_samples is None:
-        yield "lr_decay_iters", run.train_iters, "train-iters"
-    if run.lr_decay_samples is None and run.train_samples and run.lr_decay_iters is None:
-        yield "lr_decay_samples", run.train_samples, "train-samples"
-
-
-def _derive_optimizer(run: RunView) -> Derivation:
-    if run.optimizer_cpu_offload or run.optimizer != "adam":
-        return
-    if run.optimizer_nvme_offload is not None:
-        yield "optimizer_cpu_offload", True, "--optimizer-nvme-offload moves on from host memory"
-    elif run.param_cpu_offload and run.zero_stage == 3:
-        reason = "--param-cpu-offload keeps weights where they are stepped"
-        yield "optimizer_cpu_offload", True, reason
-
-
-def _derive_distributed(run: RunView) -> Derivation:
-    if run.sequence_parallel and run.tp == 1:
-        reason = "--tensor-model-parallel-size 1 has no ranks to split the sequence over"
-        yield "sequence_parallel", False, reason
-    if run.num_experts is not None and run.expert_tensor_parallel_size is None:
-        reason = "tensor-model-parallel-size" if run.tp > 1 else ""
-        yield "expert_tensor_parallel_size", run.tp, reason
-    yield from _without_sharing(run)
-    virtual = virtual_stages(run.config) if run.pp > 1 else 1
-    if virtual is not None and run.num_virtual_stages_per_pipeline_rank != virtual:
-        unasked = run.pp == 1 and run.num_virtual_stages_per_pipeline_rank is None
-        yield "num_virtual_stages_per_pipeline_rank", virtual, "" if unasked else _why_virtual(run)
-    if run.pp == 1 and run.pipeline_schedule not in (None, "1f1b"):
-        yield "pipeline_schedule", "1f1b", "--pipeline-model-parallel-size 1 has one order"
-    elif run.pipeline_schedule is None and virtual is not None:
+def _pipeline(run: RunView) -> None:
+    virtual, several = virtual_stages(run.config) if run.pp > 1 else 1, run.pp > 1
+    given = run.num_virtual_stages_per_pipeline_rank
+    if virtual is not None and given != virtual:
+        reason = _why_virtual(run) if several or given is not None else ""
+        run.fill("num_virtual_stages_per_pipeline_rank", virtual, reason)
+    if not several and run.pipeline_schedule not in (None, "1f1b"):
+        reason = "--pipeline-model-parallel-size 1 has one order"
+        run.fill("pipeline_schedule", "1f1b", reason)
+    elif virtual is not None:
         name = "1f1b" if virtual == 1 else "interleaved"
-        reason = f"{virtual} stage(s) on each pipeline rank" if run.pp > 1 else ""
-        yield "pipeline_schedule", name, reason
-
-
-def _without_sharing(run: RunView) -> Derivation:
-    """ZeRO where each rank would share with itself alone: the same flags run in every layout.
-    Weights come and go from host memory all the same.
-    """
-    if run.zero_stage == 0 or (run.replicas != 1 and run.zero_shard_size != 1):
-        return
-    reason = "--zero-shard-size 1 shards over a single rank"
-    if run.replicas == 1:
-        reason = "one data-parallel rank has nothing to shard over"
-    offloaded = run.zero_stage == 3 and run.param_cpu_offload
-    if not offloaded:
-        yield "zero_stage", 0, reason
-    if run.has("zero_shard_size") and (run.replicas == 1 or not offloaded):
-        yield "zero_shard_size", None, reason
-    if run.zero3_keep_gathered and run.zero_stage == 3 and not offloaded:
-        yield "zero3_keep_gathered", False, reason
+        reason = f"{virtual} stage(s) on each pipeline rank" if several else ""
+        run.default("pipeline_schedule", name, reason)
 
 
 def _why_virtual(run: RunView) -> str:
@@ -343,32 +447,45 @@ def _why_virtual(run: RunView) -> str:
     return f"stages on each pipeline rank of {given[0] if given else '1f1b'}"
 
 
-POSITIONS = (_derive_position_type, _derive_rope_scaling)
-DERIVED = (
-    *POSITIONS,
-    _derive_model,
-    _derive_experts,
-    _derive_data,
-    _derive_training,
-    _derive_logging,
-    _derive_schedule,
-    _derive_optimizer,
-    _derive_distributed,
-)
+def _sharding(run: RunView) -> None:
+    """Experts share as all matrices do. ZeRO where each rank would share with itself alone is off:
+    the same flags run in every layout. Weights come and go from host memory all the same.
+    """
+    if run.num_experts is not None:
+        reason = "tensor-model-parallel-size" if run.tp > 1 else ""
+        run.default("expert_tensor_parallel_size", run.tp, reason)
+    stage = run.zero_stage
+    if stage == 0 or (run.replicas != 1 and run.zero_shard_size != 1):
+        return
+    reason = "--zero-shard-size 1 shards over a single rank"
+    if run.replicas == 1:
+        reason = "one data-parallel rank has nothing to shard over"
+    is_offloaded = stage == 3 and run.param_cpu_offload
+    if not is_offloaded:
+        run.fill("zero_stage", 0, reason)
+    if run.has("zero_shard_size") and (run.replicas == 1 or not is_offloaded):
+        run.fill("zero_shard_size", None, reason)
+    if run.zero3_keep_gathered and stage == 3 and not is_offloaded:
+        run.fill("zero3_keep_gathered", False, reason)
+
+
+Derivations = tuple[Callable[[RunView], None], ...]
+POSITIONS: Derivations = (_position_type, _rope_scaling)
+DERIVED: Derivations = (*POSITIONS, _model, _tables, _batches, _sharding, _pipeline)
+
+
+def derived(
+    config: Config, world: int, vocabulary: int | None, derivations: Derivations = DERIVED
+) -> RunView:
+    """A run with every derived value filled in, and a note for each that has a reason."""
+    run = RunView(config, world, vocabulary)
+    for derivation in derivations:
+        derivation(run)
+    return run
 
 
 def derive(
-    config: Config,
-    world: int,
-    vocabulary: int | None,
-    derivations: tuple[Callable[[RunView], Derivation], ...] = DERIVED,
-) -> tuple[Config, list[str]]:
-    """The configuration with every derived value filled in, and a note for each that has a reason:
-    field = value: reason.
-    """
-    notes = []
-    for derivation in derivations:
-        for field, value, reason in derivation(RunView(config, world, vocabulary)):
-            config = config.with_fields(FIELDS[field].group, **{field: value})
-            notes += [f"{field.replace('_', '-')} = {value}: {reason}"] if reason else []
-    return config, notes
+    config: Config, world: int, vocabulary: int | None, derivations: Derivations = DERIVED
+) -> Config:
+    """The configuration with every derived value filled in."""
+    return derived(config, world, vocabulary, derivations).config

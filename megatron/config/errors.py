@@ -5,7 +5,8 @@ together.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 MOST_FAULTS = 20  # of one file that are listed
 
@@ -25,6 +26,24 @@ class ArgumentErrors(UserError):
         self.faults = list(dict.fromkeys(faults))
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
         super().__init__("\n  ".join([f"{count} in the settings:", *self.faults]))
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Puts before the text of a UserError what it is about."""
+    try:
+        yield
+    except UserError as problem:
+        raise UserError(f"{what}: {problem}") from None
+
+
+@contextmanager
+def collected(faults: list[str], what: str) -> Iterator[None]:
+    """Adds the text of a UserError to faults, with what it is about before it."""
+    try:
+        yield
+    except UserError as problem:
+        faults.append(f"{what}: {problem}")
 
 
 def first_faults(faults: list[str], source: str) -> list[str]:

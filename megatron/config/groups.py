@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, NewType
 
-from megatron.config import needs
 from megatron.config.metadata import (
     BATCHES,
     BELOW_ONE,
@@ -38,21 +37,27 @@ from megatron.config.model import ApexBackend, ModelConfig, kernel_flag
 from megatron.config.recompute import INSIDE, LAYER_INPUT, MODULES
 from megatron.config.schedules import SCHEDULES
 
-fp8_flag = partial(flag, needs=needs.FP8, change=STEPS)
+PIPELINE = "pipeline_model_parallel_size>1"
+MODEL_FILE = "tokenizer_type=SentencePieceTokenizer,HuggingFaceTokenizer,TikTokenizer"
+GPT2_BPE = "tokenizer_type=GPT2BPETokenizer"
+WARMUP = "lr_warmup_iters|lr_warmup_samples|lr_warmup_fraction"
+CHANGING = "weight_decay_incr_style=linear,cosine"
+
+fp8_flag = partial(flag, needs="fp8_format", change=STEPS)
 first_last_flag = partial(
-    flag, bound=NOT_NEGATIVE, idle_without="--first-last-layers-bf16", change=STEPS
+    flag, bound=NOT_NEGATIVE, idle_without="first_last_layers_bf16", change=STEPS
 )
-dynamic_scale_flag = partial(flag, needs=needs.DYNAMIC_SCALE, idle_without="--fp16")
-adam_flag = partial(flag, idle_without="--optimizer adam", change=STEPS)
+dynamic_scale_flag = partial(flag, needs="loss_scale=None", idle_without="fp16")
+adam_flag = partial(flag, idle_without="optimizer=adam", change=STEPS)
 not_negative = partial(flag, bound=NOT_NEGATIVE)
-wsd_flag = partial(flag, idle_without=needs.WSD)
-load_flag = partial(flag, idle_without="--load DIR")
-save_flag = partial(flag, idle_without="--save DIR")
-offload_flag = partial(flag, needs="--activation-offload")
-local_flag = partial(flag, needs="--local-checkpoint-dir DIR")
-profile_flag = partial(flag, idle_without="--profile")
-wandb_flag = partial(flag, idle_without="--wandb-project NAME")
-pipeline_flag = partial(flag, idle_without=needs.PIPELINE, change=ROUNDING)
+wsd_flag = partial(flag, idle_without="has_final_decay=True")
+load_flag = partial(flag, idle_without="load")
+save_flag = partial(flag, idle_without="save")
+offload_flag = partial(flag, needs="activation_offload")
+local_flag = partial(flag, needs="local_checkpoint_dir")
+profile_flag = partial(flag, idle_without="profile")
+wandb_flag = partial(flag, idle_without="wandb_project")
+pipeline_flag = partial(flag, idle_without=PIPELINE, change=ROUNDING)
 Prefixes = tuple[str, ...]
 RecomputeModule = Literal[*MODULES]  # type: ignore[valid-type]
 OffloadModule = Literal[LAYER_INPUT, *INSIDE]  # type: ignore[valid-type]
@@ -82,17 +87,17 @@ class PrecisionConfig:
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = fp8_flag("tensorwise")
     """What shares a scale: a tensor, a row, or 128 consecutive elements of a row (blockwise). With
     rowwise, weight gradients are not computed in FP8."""
-    fp8_wgrad: bool = flag(True, idle_without=needs.FP8, change=STEPS)
+    fp8_wgrad: bool = flag(True, idle_without="fp8_format", change=STEPS)
     """Compute weight gradients in FP8 too."""
     fp8_min_width: int = fp8_flag(4096)
     """Fewest inputs and outputs of a linear layer in FP8; narrower ones gain little."""
-    first_last_layers_bf16: bool = flag(False, idle_without=needs.FP8, change=STEPS)
+    first_last_layers_bf16: bool = flag(False, idle_without="fp8_format", change=STEPS)
     """Keep the first and last transformer layers out of FP8."""
     num_layers_at_start_in_bf16: int = first_last_flag(1)
     """Number of first layers for --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = first_last_flag(1)
     """Number of last layers for --first-last-layers-bf16."""
-    loss_scale: float | None = flag(None, bound=LOSS_SCALE, idle_without="--fp16", change=STEPS)
+    loss_scale: float | None = flag(None, bound=LOSS_SCALE, idle_without="fp16", change=STEPS)
     """Static loss scale for fp16; dynamic when not given."""
     initial_loss_scale: float = dynamic_scale_flag(2.0**32, bound=LOSS_SCALE, change=ROUNDING)
     """Where dynamic loss scaling starts."""
@@ -110,7 +115,7 @@ class DataConfig:
 
     data_path: Prefixes | None = None
     """Prefixes of .bin/.idx files, or `weight prefix weight prefix ...`, divided by --split."""
-    split: str | None = flag(None, idle_without=needs.DATA_PATH)
+    split: str | None = flag(None, idle_without="data_path")
     """Shares of train,valid,test in --data-path, contiguous over documents. Default: 969,30,1."""
     train_data_path: Prefixes | None = None
     """Training prefixes, with or without weights (instead of --data-path and --split)."""
@@ -128,15 +133,15 @@ class DataConfig:
     """Let no token attend across an end-of-document token."""
     eod_mask_loss: bool = flag(False, change=OBJECTIVE)
     """Take no loss at end-of-document tokens."""
-    check_data: bool = flag(False, idle_without=needs.DATA_FILES)
+    check_data: bool = flag(False, idle_without="mock_data=False")
     """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
     tokenizer_type: TokenizerType | None = flag(None, change=TOKENIZER)
     """Kind of tokenizer."""
-    tokenizer_model: str | None = flag(None, idle_without=needs.MODEL_FILE, change=TOKENIZER_FILE)
+    tokenizer_model: str | None = flag(None, idle_without=MODEL_FILE, change=TOKENIZER_FILE)
     """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
-    vocab_file: str | None = flag(None, idle_without=needs.GPT2_BPE, change=TOKENIZER_FILE)
+    vocab_file: str | None = flag(None, idle_without=GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE vocabulary (JSON)."""
-    merge_file: str | None = flag(None, idle_without=needs.GPT2_BPE, change=TOKENIZER_FILE)
+    merge_file: str | None = flag(None, idle_without=GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE merges."""
     vocab_size: int | None = flag(None, change=TOKENIZER)
     """Vocabulary, if larger than the tokenizer's; required by the NullTokenizer, without its end of
@@ -166,9 +171,9 @@ class TrainingConfig:
     """Save and exit after this many minutes; 0: never."""
     manual_gc: bool = True
     """Collect Python's garbage on all ranks at the same iterations: none waits for another's."""
-    manual_gc_interval: int = not_negative(100, idle_without="--manual-gc")
+    manual_gc_interval: int = not_negative(100, idle_without="manual_gc=True")
     """Iterations between collections; 0: none but those of --manual-gc-eval."""
-    manual_gc_eval: bool = flag(True, idle_without="--manual-gc")
+    manual_gc_eval: bool = flag(True, idle_without="manual_gc=True")
     """Collect before and after each evaluation."""
     seed: int = not_negative(1234, change=SEED)
     """Seed of the initial weights, of dropout and of the order of the data."""
@@ -180,28 +185,28 @@ class TrainingConfig:
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute in the backward pass: full layers, or the --recompute-modules (selective)."""
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(
-        None, needs="--recompute-granularity selective"
+        None, needs="recompute_granularity=selective"
     )
     """Modules for selective recomputation: core_attn (default), qkv, mla_up_proj (queries, keys and
     values of latent attention), layernorm, mlp_act (activation), mlp (fc1 and activation), moe_act
     (activation of experts), moe (experts with dispatch)."""
     recompute_method: Literal["uniform", "block"] | None = flag(
-        None, idle_without="--recompute-granularity full"
+        None, idle_without="recompute_granularity=full"
     )
     """uniform: all layers, in groups of --recompute-num-layers that keep one input. block: the
     first --recompute-num-layers of each (virtual) stage. Default: uniform."""
-    recompute_num_layers: int | None = flag(None, idle_without="--recompute-granularity full")
+    recompute_num_layers: int | None = flag(None, idle_without="recompute_granularity=full")
     """Layers of a group, or of each stage, see --recompute-method. Default of uniform: 1."""
     recompute: Literal["auto"] | None = None
     """auto: choose the fastest recomputation that fits --memory-budget, and print why."""
-    memory_budget: float | None = flag(None, needs="--recompute auto")
+    memory_budget: float | None = flag(None, needs="recompute=auto")
     """GiB per device that --recompute auto may plan for; keep room for what --dry-run lists as
     uncounted."""
     recompute_layers: tuple[str, ...] | None = None
     """Recomputation of each layer in order, as --recompute auto chooses it: WHAT*COUNT ..., where
     WHAT is none, full, or --recompute-modules joined by +."""
     distribute_saved_activations: bool = flag(
-        False, needs="--recompute-granularity full", idle_without=needs.TENSOR_PARALLEL
+        False, needs="recompute_granularity=full", idle_without="tensor_model_parallel_size>1"
     )
     """With full recomputation: shard saved layer inputs over the tensor-parallel ranks."""
     activation_offload: bool = False
@@ -261,27 +266,27 @@ class OptimizerConfig:
     optimizer: Literal[*OPTIMIZERS] = flag("adam", change=STEPS)  # type: ignore[valid-type]
     """adam is AdamW (decoupled weight decay)."""
     adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = kernel_flag(
-        idle_without="--optimizer adam"
+        idle_without="optimizer=adam"
     )
     """AdamW kernel: ours in Triton, apex's FusedAdam, torch's fused kernel or plain loop."""
     grad_norm_backend: ApexBackend = kernel_flag()
     """Implementation of the gradient norm, which is summed in float64 (apex: fp32)."""
-    main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", needs="--bf16", change=STEPS)
+    main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", needs="bf16", change=STEPS)
     """Precision of accumulated gradients. bf16 saves 2 bytes a parameter and loses bits."""
     exp_avg_dtype: Literal["fp32", "bf16"] = adam_flag("fp32")
     """Precision in which Adam's first moment is kept."""
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = adam_flag("fp32")
     """Precision in which Adam's second moment is kept."""
-    optimizer_cpu_offload: bool = flag(False, needs="--optimizer adam", change=ROUNDING)
+    optimizer_cpu_offload: bool = flag(False, needs="optimizer=adam", change=ROUNDING)
     """Keep master weights and moments in host memory and update them on the CPU."""
     optimizer_offload_fraction: float = flag(
-        1.0, bound=SHARE, needs="--optimizer-cpu-offload", change=ROUNDING
+        1.0, bound=SHARE, needs="optimizer_cpu_offload", change=ROUNDING
     )
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
-    optimizer_nvme_offload: str | None = flag(None, needs="--optimizer adam")
+    optimizer_nvme_offload: str | None = flag(None, needs="optimizer=adam")
     """Keep master weights and moments in files in this folder, on a local disk of each node; sets
     --optimizer-cpu-offload."""
-    param_cpu_offload: bool = flag(False, needs=("--optimizer adam", "--zero-stage 3"))
+    param_cpu_offload: bool = flag(False, needs="optimizer=adam zero_stage=3")
     """With --zero-stage 3: keep frozen and CPU-updated weights in host memory between uses; sets
     --optimizer-cpu-offload."""
     freeze: str | None = flag(None, change=STEPS)
@@ -289,12 +294,12 @@ class OptimizerConfig:
     final norm with the last."""
     lr: float | None = not_negative(None)
     """Peak learning rate."""
-    min_lr: float = not_negative(0.0, idle_without=needs.DECAY)
+    min_lr: float = not_negative(0.0, idle_without="decays=True")
     """Learning rate at the end of the decay."""
     decoupled_lr: float | None = not_negative(None)
     """Peak learning rate of word embedding and head, on the same schedule. Default: lr."""
     decoupled_min_lr: float | None = not_negative(
-        None, needs="--decoupled-lr N", idle_without=needs.DECAY
+        None, needs="decoupled_lr", idle_without="decays=True"
     )
     """With --decoupled-lr: their learning rate at the end of the decay. Default: min-lr."""
     lr_decay_style: Literal[*LR_DECAYS] = "linear"  # type: ignore[valid-type]
@@ -309,7 +314,7 @@ class OptimizerConfig:
     """Samples of linear warm-up."""
     lr_warmup_fraction: float | None = flag(None, bound=BELOW_ONE)
     """Warm-up as a share of the decay."""
-    lr_warmup_init: float = not_negative(0.0, idle_without=needs.WARMUP)
+    lr_warmup_init: float = not_negative(0.0, idle_without=WARMUP)
     """Learning rate at which the warm-up starts."""
     lr_wsd_decay_style: Literal[*FINAL_DECAYS] = wsd_flag("exponential")  # type: ignore[valid-type]
     """Shape of the final decay of WSD."""
@@ -319,9 +324,9 @@ class OptimizerConfig:
     """Samples of the final decay of WSD."""
     weight_decay: float = not_negative(0.01)
     """Weight decay; biases and one-dimensional parameters have none."""
-    start_weight_decay: float | None = not_negative(None, needs=needs.CHANGING_DECAY)
+    start_weight_decay: float | None = not_negative(None, needs=CHANGING)
     """Weight decay at the start of a run in which it changes."""
-    end_weight_decay: float | None = not_negative(None, needs=needs.CHANGING_DECAY)
+    end_weight_decay: float | None = not_negative(None, needs=CHANGING)
     """Weight decay at the end of a run in which it changes."""
     weight_decay_incr_style: WeightDecayChange = "constant"
     """Shape of the change of weight decay from start to end of the run."""
@@ -333,7 +338,7 @@ class OptimizerConfig:
     """Decay of Adam's second moment."""
     adam_eps: float = adam_flag(1e-8)
     """Added to the root of Adam's second moment."""
-    sgd_momentum: float = flag(0.9, bound=BELOW_ONE, idle_without="--optimizer sgd", change=STEPS)
+    sgd_momentum: float = flag(0.9, bound=BELOW_ONE, idle_without="optimizer=sgd", change=STEPS)
     """Momentum of SGD."""
     override_opt_param_scheduler: bool = load_flag(False)
     """On resume take the command line's learning-rate and weight-decay schedule."""
@@ -363,15 +368,15 @@ class CheckpointConfig:
     """Iterations between checkpoints; one is always written at the end, with 0 no other."""
     load: str | None = None
     """Folder to resume from. When it equals --save it may still be empty."""
-    ckpt_step: int | None = not_negative(None, needs="--load DIR")
+    ckpt_step: int | None = not_negative(None, needs="load")
     """Load this iteration instead of the latest."""
-    finetune: bool = flag(False, needs="--load DIR")
+    finetune: bool = flag(False, needs="load")
     """Load weights only; start at iteration 0."""
     load_optim: bool = load_flag(True)
     """Load the optimizer's state."""
     save_optim: bool = save_flag(True)
     """Write the optimizer's state."""
-    exit_on_missing_checkpoint: bool = flag(False, needs="--load DIR")
+    exit_on_missing_checkpoint: bool = flag(False, needs="load")
     """Require --load to hold a checkpoint, instead of starting at iteration 0."""
     allow_older_checkpoint: bool = False
     """If the newest checkpoint is damaged, verify and load the newest undamaged one."""
@@ -384,23 +389,23 @@ class CheckpointConfig:
     """How replicas divide the writing: balanced, an equal part each; owner, the first rank all."""
     async_save: bool = save_flag(False)
     """Write checkpoints in the background; training waits only for a copy into host memory."""
-    async_save_host_memory: float | None = flag(None, needs=needs.ASYNC_SAVE_COPIES)
+    async_save_host_memory: float | None = flag(None, needs="async_save")
     """Most GiB of host memory of a rank's background save. Default: its whole shard."""
     local_checkpoint_dir: str | None = flag(
-        None, "--non-persistent-local-ckpt-dir", needs=("--save DIR", "--local-save-interval N")
+        None, "--non-persistent-local-ckpt-dir", needs="save local_save_interval"
     )
     """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints, used at a restart."""
     local_save_interval: int | None = local_flag(None, "--non-persistent-save-interval")
     """Iterations between checkpoints in --local-checkpoint-dir."""
     local_redundancy: Literal["none", "partner", "xor"] = local_flag("none")
     """Rebuild a lost node from another's copy (partner) or parity blocks of up to 8 nodes (xor)."""
-    save_rate_limit: float | None = flag(None, bound=RATE, idle_without="--async-save")
+    save_rate_limit: float | None = flag(None, bound=RATE, idle_without="async_save")
     """Most MB/s that each rank's background save sends to --save."""
     save_retain_interval: int | None = save_flag(None)
     """Keep checkpoints at multiples of this, and the last --save-keep-last of the others."""
     save_keep_last: int | None = save_flag(None)
     """Newest checkpoints to keep. Default: all; 1 with --save-retain-interval."""
-    verify_integrity: bool = flag(False, needs="--save DIR")
+    verify_integrity: bool = flag(False, needs="save")
     """Read every checkpoint back from the disk and verify it before it counts as saved."""
 
 
@@ -416,9 +421,9 @@ class LoggingConfig:
     """Log how many gradient elements are zero."""
     log_layer_norms: bool = False
     """Log the norms of gradient (before clipping) and parameters of each layer."""
-    moe_per_layer_logging: bool = flag(False, idle_without="--num-experts N")
+    moe_per_layer_logging: bool = flag(False, idle_without="num_experts")
     """Log how evenly tokens go to the experts of each layer, not of the worst one alone."""
-    log_sample_text: int = not_negative(0, needs=needs.EVALUATED)
+    log_sample_text: int = not_negative(0, needs="eval_iters>0")
     """At each evaluation, log this many tokens generated from the first validation sample."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
@@ -426,7 +431,7 @@ class LoggingConfig:
     """Measure the compute time of each rank, and name one that keeps the others waiting."""
     straggler_threshold: float = not_negative(0.1)
     """How much slower than its peers a rank must be to be named: 0.1 is 10%."""
-    pipeline_timeline: str | None = flag(None, idle_without=needs.PIPELINE)
+    pipeline_timeline: str | None = flag(None, idle_without=PIPELINE)
     """Write the last logged step's time line of each pipeline rank (tools/plot_schedule.py)."""
     profile: bool = False
     """Record some steps with torch's profiler, a Chrome trace per rank, in --profile-dir."""
@@ -449,7 +454,7 @@ class LoggingConfig:
     """File for the metrics. Default: <save>/metrics.jsonl."""
     tensorboard_dir: str | None = None
     """Write TensorBoard files here."""
-    tensorboard_log_interval: int = flag(1, idle_without=needs.TRACKERS)
+    tensorboard_log_interval: int = flag(1, idle_without="tensorboard_dir|wandb_project")
     """Iterations between TensorBoard and wandb points (at most one per --log-interval)."""
     wandb_project: str | None = None
     """Log to this wandb project (WANDB_MODE=offline works)."""
@@ -473,22 +478,22 @@ class DistributedConfig:
     """Ranks over which each layer's matrices are divided (TP)."""
     context_parallel_size: int = flag(1, "--ds-sequence-parallel-size", change=ROUNDING)
     """Ranks over which the positions of each sample are divided (CP)."""
-    expert_model_parallel_size: int = flag(1, needs="--num-experts N", change=ROUNDING)
+    expert_model_parallel_size: int = flag(1, needs="num_experts", change=ROUNDING)
     """Ranks that share the experts of a layer (EP), within a stage's TP x CP x DP ranks."""
     expert_tensor_parallel_size: int | None = flag(
-        None, idle_without="--num-experts N", change=ROUNDING
+        None, idle_without="num_experts", change=ROUNDING
     )
     """Ranks that share each expert's matrices (ETP). Default: tensor-model-parallel-size."""
-    overlap_moe_expert_parallel_comm: bool = flag(False, needs=needs.EXPERT_PARALLEL)
+    overlap_moe_expert_parallel_comm: bool = flag(False, needs="expert_model_parallel_size>1")
     """Run each backward pass with a later micro-batch's forward pass, layer by layer, so that token
     exchange overlaps compute. Holds more activations."""
     cp_comm_type: Literal["allgather", "a2a", "p2p", "a2a+p2p"] = flag(
-        "allgather", idle_without=needs.CONTEXT_PARALLEL, change=ROUNDING
+        "allgather", idle_without="context_parallel_size>1", change=ROUNDING
     )
     """Attention across context-parallel ranks: gather keys and values (allgather), pass them in a
     ring (p2p), exchange heads for positions (a2a), or a ring of a2a groups (a2a+p2p)."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
-        None, needs="--cp-comm-type a2a+p2p", change=ROUNDING
+        None, needs="cp_comm_type=a2a+p2p", change=ROUNDING
     )
     """For --cp-comm-type a2a+p2p: size of the a2a groups (within a node) and of the ring."""
     pipeline_model_parallel_size: int = 1
@@ -499,7 +504,7 @@ class DistributedConfig:
     """Order of forward and backward passes. Default: 1f1b, or interleaved with virtual stages."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, change=ROUNDING)
     """Stages that each pipeline rank holds (virtual stages): 1 by default, 2 with zero-bubble-v."""
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, idle_without=needs.PIPELINE)
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, idle_without=PIPELINE)
     """Layers of each virtual stage; another way to give the number of virtual stages."""
     decoder_first_pipeline_num_layers: int | None = pipeline_flag(None)
     """Layers of the first pipeline rank; ranks without a given number share the others evenly."""
@@ -513,30 +518,28 @@ class DistributedConfig:
     """Stages as text, E embedding, t layer, L head and loss: Et*3|(tt|)*6tL; auto: by cost."""
     sequence_parallel: bool = flag(False, change=ROUNDING)
     """Shard activations of norms, dropout and residuals over the TP ranks. Sends no more bytes."""
-    tp_comm_overlap: bool = flag(True, idle_without=needs.TENSOR_PARALLEL, change=ROUNDING)
+    tp_comm_overlap: bool = flag(True, idle_without="tensor_model_parallel_size>1", change=ROUNDING)
     """Overlap the collectives of tensor parallelism with independent GEMMs."""
-    overlap_grad_reduce: bool = flag(True, idle_without=needs.DATA_PARALLEL, change=ROUNDING)
+    overlap_grad_reduce: bool = flag(True, idle_without="replicas>1", change=ROUNDING)
     """Reduce gradients during the backward pass. Costs time on CPUs whose cores all compute."""
     zero_stage: Literal[0, 1, 2, 3] = flag(0, change=ROUNDING)
     """ZeRO: data-parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights."""
-    zero_shard_size: int | None = flag(None, needs=needs.SHARDED, change=ROUNDING)
+    zero_shard_size: int | None = flag(None, needs="zero_stage>0", change=ROUNDING)
     """Neighbouring data-parallel ranks that ZeRO shards over, such as a node's; each group holds a
     copy. Default: all."""
-    zero3_keep_gathered: bool = flag(False, needs="--zero-stage 3")
+    zero3_keep_gathered: bool = flag(False, needs="zero_stage=3")
     """ZeRO-3: gather a layer once a step, not for every pass."""
-    overlap_param_gather: bool = flag(True, idle_without=needs.GATHERED)
+    overlap_param_gather: bool = flag(True, idle_without="zero_stage>0")
     """ZeRO: gather the weights of the next layers during computation."""
-    grad_reduce_in_bf16: bool = flag(False, idle_without=needs.DATA_PARALLEL, change=STEPS)
+    grad_reduce_in_bf16: bool = flag(False, idle_without="replicas>1", change=STEPS)
     """Send gradients in bf16; they are still accumulated and summed in fp32."""
-    use_tp_pp_dp_mapping: bool = flag(False, idle_without=needs.PIPELINE)
+    use_tp_pp_dp_mapping: bool = flag(False, idle_without=PIPELINE)
     """Number the ranks tp, cp, pp, dp instead of tp, cp, dp, pp (fastest first)."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag(
-        "auto", idle_without=needs.SEVERAL_RANKS, change=ROUNDING
+        "auto", idle_without="world>1", change=ROUNDING
     )
     """Library of the collectives: auto takes nccl on GPUs and gloo on CPUs."""
-    distributed_timeout_minutes: float = flag(
-        10.0, bound=UP_TO_A_YEAR, idle_without=needs.SEVERAL_RANKS
-    )
+    distributed_timeout_minutes: float = flag(10.0, bound=UP_TO_A_YEAR, idle_without="world>1")
     """Longest wait for other ranks, at the start and in every collective."""
     world_size: int | None = None
     """With --dry-run: the number of ranks to validate for."""

@@ -57,9 +57,8 @@ def windowed_layers(model: ModelConfig) -> tuple[bool, ...]:
 
 def rotary_layers(model: ModelConfig) -> tuple[bool, ...]:
     """Whether positions rotate queries and keys in each layer. Raises UserError."""
-    is_rotary = model.position_embedding_type in ("rope", "yarn")
     skipped = _marked(model.no_rope_freq, model.num_layers, mark=1)
-    return tuple(is_rotary and not each for each in skipped)
+    return tuple(model.is_rotary and not each for each in skipped)
 
 
 def windows_of(model: ModelConfig) -> tuple[int | None, ...]:

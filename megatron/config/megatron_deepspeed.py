@@ -16,7 +16,7 @@ from megatron.config.derive import spelled
 from megatron.config.errors import UserError
 from megatron.config.input_files import read_json
 from megatron.config.metadata import flag_name
-from megatron.config.options import Words, key, shown
+from megatron.config.options import FIELDS, Words, key, shown
 from megatron.config.reading import Reading
 
 LENGTHS = ("--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens")
@@ -37,23 +37,25 @@ def read_together(reading: Reading) -> None:
     # 1. Flags that mean something each by itself.
     _take_tokenizer_of_load(reading)
     given = {key(flag): words for flag, words, row in reading.foreign if row.verdict == "together"}
-    for name in [name for name in given if name in FUNCTIONS]:
-        words = given.pop(name)
-        try:
-            FUNCTIONS[name](reading, words)
-        except UserError as problem:
-            reading.faults.append(f"{shown(name, words)}: {problem}")
+    for name, function in FUNCTIONS.items():
+        if name in given:
+            words = given.pop(name)
+            try:
+                function(reading, words)
+            except UserError as problem:
+                reading.faults.append(f"{shown(name, words)}: {problem}")
     # 2. Lengths in tokens, and experts.
+    together = Together(given, reading)
     lengths = [name for name in given if name in LENGTHS]
+    if lengths:
+        together.take_lengths(lengths)
     is_deepspeed = any(key(flag) == "--deepspeed" for flag, _, _ in reading.foreign)
     is_ours = any(name.startswith("moe_") for name in reading.chosen)
-    has_experts = (reading.value("num_experts") or 1) > 1
-    together = Together(given, reading)
-    values = together.lengths(lengths) if lengths else {}
-    if len(given) > len(lengths) or (is_deepspeed and not is_ours and has_experts):
-        values |= together.experts([name for name in given if name not in LENGTHS])
-    for name, value in values.items():
-        reading.take(name, value)
+    others = [name for name in given if name not in LENGTHS]
+    if others and not together.has_experts:
+        reading.notes.append(f"{', '.join(others)}: has no effect without --num-experts")
+    elif together.has_experts and (others or (is_deepspeed and not is_ours)):
+        together.take_experts()
 
 
 # ---------------------------------------------------------------- flags by themselves
@@ -63,17 +65,18 @@ def _take_tokenizer_of_load(reading: Reading) -> None:
     """--patch-tokenizer-type names a tokenizer that --load holds."""
     folder, is_patch = reading.value("load"), reading.set_by.get("tokenizer_type", "")
     if folder and is_patch.startswith("--patch-") and reading.value("tokenizer_model") is None:
-        reading.config = reading.config.with_fields("data", tokenizer_model=folder)
+        reading.put("tokenizer_model", folder)
         reading.notes.append(f"--patch-tokenizer-type: the tokenizer is read from --load {folder}")
 
 
 def _shard_optimizer(reading: Reading, words: Words) -> None:
     """--zero-stage 1, where the settings do not already give that much. Raises UserError."""
+    stage = reading.value("zero_stage")
     if words:
         raise UserError("it takes no value")
-    if reading.value("zero_stage") == 0 and "zero_stage" in reading.set_by:
+    if stage == 0 and "zero_stage" in reading.set_by:
         raise UserError(f"contradicts {reading.set_by['zero_stage']}; drop one of them")
-    reading.take("zero_stage", max(1, reading.value("zero_stage")))
+    reading.take("zero_stage", max(1, stage))
 
 
 def _extend_vocabulary(reading: Reading, words: Words) -> None:
@@ -94,7 +97,7 @@ def _extend_vocabulary(reading: Reading, words: Words) -> None:
             f"adds to the vocabulary of --tokenizer-model {tokenizer}, which is not a "
             f"tokenizer.json ({error}); give --padded-vocab-size with all rows of the embedding"
         ) from None
-    reading.config = reading.config.with_fields("model", padded_vocab_size=rows)
+    reading.put("padded_vocab_size", rows)
 
 
 FUNCTIONS: dict[str, Callable[[Reading, Words], None]] = {
@@ -113,6 +116,11 @@ class Together:
     given: dict[str, Words]
     reading: Reading
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the flags ask for a mixture of experts."""
+        return (self.reading.value("num_experts") or 1) > 1
+
     def _fault(self, text: str) -> None:
         self.reading.faults.append(text)
 
@@ -128,62 +136,56 @@ class Together:
             return default
         return value
 
-    def lengths(self, names: list[str]) -> dict[str, Any]:
+    def take_lengths(self, names: list[str]) -> None:
         """Lengths in tokens as lengths in samples. Where another length is given as well,
         Megatron-DeepSpeed ends at the shorter one, and decays by tokens.
         """
         value, faults = self.reading.value, len(self.reading.faults)
+        length, flags = value("seq_length") or 0, ", ".join(names)
         tokens = {name: int(self._number(name, 0)) for name in names}
-        length = value("seq_length") or 0
-        values = self._in_samples(", ".join(names), tokens)
+        samples = self._in_samples(flags, tokens)
         if len(self.reading.faults) > faults or length < 1:
-            return {}
+            return
         # The end of the run, when its samples x length reach the tokens, and of its decay.
-        ends = [end for end in (values.get("train_samples"), value("train_samples")) if end]
-        if ends and value("lr_decay_samples") is None:
-            values.setdefault("lr_decay_samples", max(ends))
+        ends = [samples.get("train_samples"), value("train_samples")]
+        if any(ends) and value("lr_decay_samples") is None:
+            samples.setdefault("lr_decay_samples", max(filter(None, ends)))
         ends.append(-(-tokens.get("--train-tokens", 0) // length))
-        values["train_samples"] = min(filter(None, ends), default=None)
+        samples["train_samples"] = min(filter(None, ends), default=None)
         for kind in ("decay", "warmup"):
             if f"--lr-{kind}-tokens" in tokens:
-                values[f"lr_{kind}_samples"] = round(tokens[f"--lr-{kind}-tokens"] / length)
-        flags = " ".join(
-            spelled(name, count)
-            for name, count in values.items()
-            if name.endswith("samples") and count is not None
-        )
-        text = f"{', '.join(names)}: in samples of --seq-length {length}: {flags}"
-        self.reading.notes.append(text)
-        return values
+                samples[f"lr_{kind}_samples"] = round(tokens[f"--lr-{kind}-tokens"] / length)
+        taken = " ".join(spelled(*each) for each in samples.items() if each[1] is not None)
+        self.reading.notes.append(f"{flags}: in samples of --seq-length {length}: {taken}")
+        for name, count in samples.items():
+            self.reading.take(name, count)
+            iters = name.replace("samples", "iters")
+            self.reading.take(iters, FIELDS[iters].default)
 
-    def _in_samples(self, names: str, tokens: dict[str, int]) -> dict[str, Any]:
+    def _in_samples(self, flags: str, tokens: dict[str, int]) -> dict[str, int | None]:
         """The lengths in iterations that are given, in samples. Batches of several sizes have none
         to do it with.
         """
         value = self.reading.value
         varies = value("rampup_batch_size") or value("step_batch_size_schedule")
         batch = None if varies else value("global_batch_size")
-        counted = ["train_iters", "lr_warmup_iters"]
-        counted += [] if "--lr-decay-tokens" in tokens else ["lr_decay_iters"]
-        values: dict[str, Any] = {"lr_decay_iters": None}
-        for name in filter(value, counted):
+        samples: dict[str, int | None] = {}
+        for name in ("train_iters", "lr_warmup_iters", "lr_decay_iters"):
+            if not value(name) or (name == "lr_decay_iters" and "--lr-decay-tokens" in tokens):
+                continue
             if batch is None:
                 self._fault(
-                    f"{names}: {flag_name(name)} must be in samples, too, which needs a "
+                    f"{flags}: {flag_name(name)} must be in samples, too, which needs a "
                     "--global-batch-size of one size"
                 )
-            values[name.replace("iters", "samples")] = value(name) * (batch or 0)
-            values[name] = 0 if name == "lr_warmup_iters" else None
-        return values
+            samples[name.replace("iters", "samples")] = value(name) * (batch or 0)
+        return samples
 
-    def experts(self, names: list[str]) -> dict[str, Any]:
+    def take_experts(self) -> None:
         """Megatron-DeepSpeed's experts: top-1 with the softmax over all logits, in every second
         layer, each with a capacity, unless flags specify otherwise.
         """
-        given, model = self.given, self.reading.config.model
-        if (model.num_experts or 1) <= 1:
-            self.reading.notes.append(f"{', '.join(names)}: has no effect without --num-experts")
-            return {}
+        given, value = self.given, self.reading.value
         if given.get("--mlp-type", ["standard"]) != ["standard"]:
             self._fault(
                 "--mlp-type residual: a dense MLP whose sum with the experts is learned is not "
@@ -198,18 +200,18 @@ class Together:
                 "--topk 2: DeepSpeed draws the second expert at random, which is not supported; "
                 "add --disable-moe-top2-2nd-expert-sampling, which takes the second best"
             )
-        interval, layers = int(self._number("--expert-interval", 2)), model.num_layers or 0
+        interval, layers = int(self._number("--expert-interval", 2)), value("num_layers") or 0
         if 0 < layers < interval:
             self._fault(f"--expert-interval {interval}: must be at most --num-layers {layers}")
         elif layers and interval > 0:
             values["moe_layer_freq"] = _every(interval, layers)
         values["moe_aux_loss_coeff"] = (self._number("--moe-loss-coeff", 0.1),)
-        tp = self.reading.value("tensor_model_parallel_size")
-        if tp > 1 and "--enable-expert-tensor-parallelism" not in given:
+        is_tensor_parallel = value("tensor_model_parallel_size") > 1
+        if is_tensor_parallel and "--enable-expert-tensor-parallelism" not in given:
             values["expert_tensor_parallel_size"] = 1
         if "--disable-moe-token-dropping" not in given and (factor := self._capacity(topk)):
             values["moe_expert_capacity_factor"] = factor
-        return self._unchosen(values)
+        self._take_unchosen(values)
 
     def _capacity(self, topk: int) -> float:
         """The tokens that an expert takes. Evaluation has the same capacity as training here, and
@@ -234,8 +236,8 @@ class Together:
             )
         return factor
 
-    def _unchosen(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The values of fields that the user did not choose by our own flags. A flag that
+    def _take_unchosen(self, values: dict[str, Any]) -> None:
+        """Take the values of fields that the user did not choose by our own flags. A flag that
         contradicts is a fault; a default of Megatron-DeepSpeed gives way.
         """
         chosen = self.reading.chosen
@@ -247,7 +249,8 @@ class Together:
         taken = {name: value for name, value in values.items() if name not in chosen}
         flags = " ".join(spelled(*each) for each in taken.items())
         self.reading.notes.append(f"Megatron-DeepSpeed's experts: {flags}")
-        return taken
+        for name, value in taken.items():
+            self.reading.take(name, value)
 
 
 def _every(interval: int, layers: int) -> str:

@@ -1,6 +1,6 @@
 """What a field of the configuration declares in addition to its type: bounds, what it has no effect
-without (`needs.py`), what a change at a resume means. The rules of every field are derived from
-this (`rules.py`, `training/resume.py`).
+without, what a change at a resume means. The rules of every field follow from this (`rules.py`,
+`training/resume.py`).
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.config.needs import Need
+if TYPE_CHECKING:
+    from megatron.config.derive import RunView
 
 
 @dataclass(frozen=True)
@@ -84,40 +85,33 @@ SEED = ChangeRule(accept="seed", what="the data order")
 BATCHES = ChangeRule(accept="batch", what="the steps' batches")
 
 
-Needs = Need | str | tuple[Need | str, ...]
-
-
-def _needs(given: Needs) -> tuple[Need, ...]:
-    each = given if isinstance(given, tuple) and not isinstance(given, Need) else (given,)
-    return tuple(Need(one) if isinstance(one, str) else one for one in each)
-
-
 def flag(
     default: Any,
     *names: str,
-    off: str | None = None,
+    off: str = "",
     bound: Bound | None = None,
-    needs: Needs = (),
-    idle_without: Needs = (),
+    needs: str = "",
+    idle_without: str = "",
     change: ChangeRule = NOTHING,
 ) -> Any:
     """A field with further option strings `names`, an option `off` (by default --no- and the name)
     that sets a boolean False, and its rules. A number must be greater than 0 unless it has another
     bound. Its names in other programs are in compatibility.toml.
 
-    A value other than the default is a fault without what the field `needs`: the run would have
+    `needs` and `idle_without` are conditions (see `derive.RunView.holds`) with spaces between them.
+    A value other than the default is a fault without what the field needs: the run would have
     another model, other numbers, less safety or more memory than the flag asks for. Without what
     the field is `idle_without` it is a remark: launch scripts give such flags in every run, and the
     same line of flags should run in every layout.
     """
     metadata = {"names": names, "off": off, "bound": bound, "change": change}
-    metadata |= {"needs": _needs(needs), "idle_without": _needs(idle_without)}
+    metadata |= {"needs": tuple(needs.split()), "idle_without": tuple(idle_without.split())}
     return field(default=default, metadata=metadata)
 
 
-def can_act(declared: Mapping[str, Any], run: Any) -> bool:
-    """Whether a field with these declarations has an effect in a run, seen as `derive.RunView`."""
-    return all(need.is_met(run) for need in (*declared["needs"], *declared["idle_without"]))
+def can_act(declared: Mapping[str, Any], run: RunView) -> bool:
+    """Whether a field with these declarations has an effect in a run."""
+    return all(map(run.holds, (*declared["needs"], *declared["idle_without"])))
 
 
 model_flag = partial(flag, change=MODEL)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from megatron.config import needs
 from megatron.config.layers import expert_pattern
 from megatron.config.metadata import (
     BELOW_ONE,
@@ -22,14 +21,14 @@ from megatron.config.metadata import (
     position_flag,
 )
 
-EXPERTS = "--num-experts N"
-LATENT = "--multi-latent-attention"
-yarn_flag = partial(position_flag, needs=needs.YARN, idle_without=needs.ROTARY)
-rescaled_flag = partial(position_flag, needs=needs.SCALED_ROPE, idle_without=needs.ROTARY)
-llama_rope_flag = partial(position_flag, needs=needs.LLAMA_ROPE, idle_without=needs.ROTARY)
-latent_flag = partial(model_flag, needs=LATENT)
-expert_flag = partial(model_flag, needs=EXPERTS)
-expert_steps_flag = partial(flag, needs=EXPERTS, change=STEPS)
+ROTARY = "position_embedding_type=rope,yarn"
+YARN = "position_embedding_type=yarn"
+yarn_flag = partial(position_flag, needs=YARN, idle_without=ROTARY)
+rescaled_flag = partial(position_flag, needs=f"use_rope_scaling|{YARN}", idle_without=ROTARY)
+llama_rope_flag = partial(position_flag, needs="use_rope_scaling", idle_without=ROTARY)
+latent_flag = partial(model_flag, needs="multi_latent_attention")
+expert_flag = partial(model_flag, needs="num_experts")
+expert_steps_flag = partial(flag, needs="num_experts", change=STEPS)
 kernel_flag = partial(flag, "auto", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]
 ApexBackend = Literal["auto", "triton", "apex", "torch"]
@@ -63,7 +62,9 @@ class ModelConfig:
     """Width of one attention head. Default: hidden-size / num-attention-heads."""
     group_query_attention: bool = model_flag(False)
     """Share each key/value head between several query heads (--num-query-groups)."""
-    num_query_groups: int | None = model_flag(None, needs=needs.GROUPED)
+    num_query_groups: int | None = model_flag(
+        None, needs="group_query_attention|one_group_a_head=True"
+    )
     """Number of key/value heads when --group-query-attention is given."""
     max_position_embeddings: int | None = position_flag(None)
     """Longest sequence: rows of a learned position table. Default: seq-length."""
@@ -71,18 +72,18 @@ class ModelConfig:
         "learned_absolute"
     )
     """Position encoding. For --multi-latent-attention see --rope-type."""
-    rotary_base: float = position_flag(10000.0, idle_without=needs.ROTARY)
+    rotary_base: float = position_flag(10000.0, idle_without=ROTARY)
     """Base of the rotary frequencies."""
-    rotary_percent: float = position_flag(1.0, bound=SHARE, idle_without=needs.ROTARY)
+    rotary_percent: float = position_flag(1.0, bound=SHARE, idle_without=ROTARY)
     """Share of each head's channels that rotates."""
-    no_rope_freq: str | None = position_flag(None, idle_without=needs.ROTARY)
+    no_rope_freq: str | None = position_flag(None, idle_without=ROTARY)
     """Layers whose queries and keys do not rotate, by default none: N for every N-th, or a list
     with 1 for each such layer and 0 for each that rotates, such as [0,0,0,1]*8."""
     rotary_seq_len_interpolation_factor: float | None = position_flag(
-        None, needs="--position-embedding-type rope"
+        None, needs="position_embedding_type=rope"
     )
     """Divide rotary positions by this factor (linear scaling)."""
-    use_rope_scaling: bool = position_flag(False, needs="--position-embedding-type rope")
+    use_rope_scaling: bool = position_flag(False, needs="position_embedding_type=rope")
     """Rescale the rotary frequencies as Llama 3.x does."""
     rope_scaling_factor: float | None = rescaled_flag(None, "--rotary-scaling-factor")
     """Factor of --use-rope-scaling (default 8) and of YaRN (default 1: no change)."""
@@ -112,7 +113,7 @@ class ModelConfig:
     """Normalize each head's queries and keys, with --multi-latent-attention the latent vectors."""
     window_size: int | None = model_flag(None)
     """Sliding-window attention: each token attends to this many latest tokens, itself included."""
-    window_attn_skip_freq: str | None = model_flag(None, needs="--window-size N")
+    window_attn_skip_freq: str | None = model_flag(None, needs="window_size")
     """Which layers have the window, by default all: N for all but every N-th, or a list with 1 for
     each layer that has it and 0 for each that attends to all tokens, such as [1,1,1,0]*8."""
     attn_logit_softcapping: float | None = model_flag(None)
@@ -174,21 +175,19 @@ class ModelConfig:
     )
     """Scores of the router's logits; normalized over the chosen unless --moe-router-pre-softmax."""
     moe_router_pre_softmax: bool = expert_flag(
-        False, idle_without="--moe-router-score-function softmax"
+        False, idle_without="moe_router_score_function=softmax"
     )
     """Apply the softmax to the logits of all experts, not to those of the chosen ones."""
     moe_router_num_groups: int | None = expert_flag(None)
     """Groups of neighbouring experts; a token uses the best --moe-router-group-topk of them."""
-    moe_router_group_topk: int | None = model_flag(
-        None, needs=(EXPERTS, "--moe-router-num-groups N")
-    )
+    moe_router_group_topk: int | None = model_flag(None, needs="num_experts moe_router_num_groups")
     """Groups that a token's experts are chosen from."""
     moe_router_topk_scaling_factor: float | None = expert_flag(None)
     """Factor of the weights of the chosen experts."""
     moe_router_enable_expert_bias: bool = expert_flag(False)
     """Balance experts by a bias on scores, updated each step; needs sigmoid or sqrtsoftplus."""
     moe_router_bias_update_rate: float = flag(
-        1e-3, bound=NOT_NEGATIVE, needs=(EXPERTS, "--moe-router-enable-expert-bias"), change=STEPS
+        1e-3, bound=NOT_NEGATIVE, needs="num_experts moe_router_enable_expert_bias", change=STEPS
     )
     """Change of an expert's bias in a step."""
     moe_router_load_balancing_type: tuple[Balancing, ...] = expert_steps_flag(("aux_loss",))
@@ -198,31 +197,33 @@ class ModelConfig:
     """Coefficient of each of --moe-router-load-balancing-type."""
     moe_z_loss_coeff: float = expert_steps_flag(0.0, bound=NOT_NEGATIVE)
     """Add coeff x (log sum exp of the router's logits)^2 to each token's loss."""
-    moe_router_dtype: Literal["fp32", "fp64"] = flag("fp32", idle_without=EXPERTS, change=ROUNDING)
+    moe_router_dtype: Literal["fp32", "fp64"] = flag(
+        "fp32", idle_without="num_experts", change=ROUNDING
+    )
     """Precision of the router's GEMM and scores."""
     moe_router_force_load_balancing: bool = expert_steps_flag(False)
     """Give each expert equally many tokens, whatever the scores: for speed measurements only."""
     moe_input_jitter_eps: float = expert_steps_flag(0.0, bound=BELOW_ONE)
     """In training multiply what the router reads by random numbers between 1 - eps and 1 + eps."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
-        "alltoall", idle_without=EXPERTS, change=ROUNDING
+        "alltoall", idle_without="num_experts", change=ROUNDING
     )
     """How tokens reach experts; allgather sends less with fewer EP ranks than experts a token."""
     moe_expert_capacity_factor: float | None = expert_steps_flag(None)
     """Most tokens of an expert in a micro-batch, in even shares; the rest skip it.
     Default: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = flag(
-        "probs", needs=(EXPERTS, "--moe-expert-capacity-factor N"), change=STEPS
+        "probs", needs="num_experts moe_expert_capacity_factor", change=STEPS
     )
     """Tokens that an expert at capacity takes: the greatest weights, or the first ones."""
     moe_shared_expert_intermediate_size: int | None = expert_flag(None)
     """Width of an MLP for all tokens in addition to the experts (shared experts)."""
     moe_shared_expert_gate: bool = model_flag(
-        False, needs=(EXPERTS, "--moe-shared-expert-intermediate-size N")
+        False, needs="num_experts moe_shared_expert_intermediate_size"
     )
     """Multiply the shared expert's output by the sigmoid of a linear layer of the token."""
     grouped_gemm_backend: Literal["auto", "triton", "grouped-mm", "torch"] = kernel_flag(
-        idle_without=EXPERTS
+        idle_without="num_experts"
     )
     """Kernel of the experts' GEMMs: one GEMM an expert (torch), torch's grouped GEMM, or ours in
     Triton, which also adds up weight gradients in fp32."""
@@ -240,15 +241,24 @@ class ModelConfig:
     """Channels of a head's queries and keys that rotate; keys share them over all heads."""
     v_head_dim: int = latent_flag(128)
     """Channels of a head's values."""
-    rope_type: Literal["rope", "yarn"] | None = model_flag(None, idle_without=LATENT)
+    rope_type: Literal["rope", "yarn"] | None = model_flag(
+        None, idle_without="multi_latent_attention"
+    )
     """Rotary positions of latent attention. Default: yarn, as in Megatron-LM."""
     latent_norm_epsilon: float | None = latent_flag(None)
     """Epsilon of the latent vectors' norms. Default: norm-epsilon; Hugging Face's models: 1e-6."""
-    mscale: float = position_flag(1.0, bound=NOT_NEGATIVE, needs=(LATENT, needs.YARN))
+    mscale: float = yarn_flag(1.0, bound=NOT_NEGATIVE, needs=f"multi_latent_attention {YARN}")
     """YaRN: scale the rotary table by m(mscale) / m(mscale-all-dim), where m(x) is
     0.1 x ln(factor) + 1."""
-    mscale_all_dim: float = position_flag(0.0, bound=NOT_NEGATIVE, needs=(LATENT, needs.YARN))
+    mscale_all_dim: float = yarn_flag(
+        0.0, bound=NOT_NEGATIVE, needs=f"multi_latent_attention {YARN}"
+    )
     """YaRN: scale attention scores by m(mscale-all-dim)^2, see --mscale."""
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether positions rotate queries and keys."""
+        return self.position_embedding_type in ("rope", "yarn")
 
     @property
     def rope_factor(self) -> float:

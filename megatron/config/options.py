@@ -20,7 +20,6 @@ from megatron.config.errors import UserError, did_you_mean, shortened
 from megatron.config.groups import GROUPS
 from megatron.config.input_files import KINDS, is_text, path_fault
 from megatron.config.metadata import POSITIVE, Bound, ChangeRule, flag, flag_name
-from megatron.config.needs import Need
 
 # Text that names no file.
 NO_PATHS = set(
@@ -58,8 +57,8 @@ class Option:
     optional: bool
     default: Any
     bound: Bound | None
-    needs: tuple[Need, ...]
-    idle_without: tuple[Need, ...]
+    needs: tuple[str, ...]
+    idle_without: tuple[str, ...]
     change: ChangeRule
 
     @property

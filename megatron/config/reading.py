@@ -66,9 +66,13 @@ class Reading:
         """The value of a field so far."""
         return getattr(getattr(self.config, FIELDS[name].group), name)
 
-    def take(self, name: str, value: Any) -> None:
-        """Give a field a value."""
+    def put(self, name: str, value: Any) -> None:
+        """Give a field a value that is not chosen by a flag of ours."""
         self.config = self.config.with_fields(FIELDS[name].group, **{name: value})
+
+    def take(self, name: str, value: Any) -> None:
+        """Give a field a value that is chosen."""
+        self.put(name, value)
         self.chosen.add(name)
 
     def read(self, flag: str, words: Words, written: str = "") -> None:

@@ -1,38 +1,25 @@
 """Rules between two fields, as tables: what excludes, needs or bounds what.
 
-A rule names a field, which counts where it is not at its default (or at the value of OFF), or
-`field=a,b`, which counts with these values. validate.py has the rules that need a computation.
+Conditions are those of `derive.RunView.holds`; `@field` in a text is the flag with its value.
+validate.py has the rules that need a computation.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from megatron.config.derive import RunView
+from megatron.config.derive import RunView, condition_text
+from megatron.config.groups import CHANGING, MODEL_FILE
 from megatron.config.metadata import flag_name
-from megatron.config.needs import is_yarn
 from megatron.config.options import FIELDS
 from megatron.config.schedules import IN_PAIRS, SCHEDULES
 
 Faults = Iterator[str]
-
-OFF = {"attention_dropout": 0}  # where that is not the default
-
-
-def counts(run: RunView, rule: str) -> bool:
-    """Whether a field is given with the values that a rule is about."""
-    field, _, values = rule.partition("=")
-    value = getattr(run, field)
-    if values:
-        return str(value) in values.split(",")
-    return value is not None and value != OFF.get(field, FIELDS[field].default)
-
-
-def shown(run: RunView, rule: str) -> str:
-    """The flag of a rule with its value."""
-    return run.show(rule.partition("=")[0])
+Rule = Callable[[RunView], Faults]
 
 
 class Exclusion(NamedTuple):
@@ -59,7 +46,9 @@ EXCLUSIONS = (
     Exclusion("recompute_layers recompute", "recompute_granularity"),
     # what cannot act together
     Exclusion("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
-    Exclusion(LIMITED, "attention_dropout", fix="set --attention-dropout 0 or remove the backend"),
+    Exclusion(
+        LIMITED, "attention_dropout>0", fix="set --attention-dropout 0 or remove the backend"
+    ),
     Exclusion(LIMITED, "attn_logit_softcapping"),
     Exclusion(
         "grad_reduce_in_bf16 exp_avg_dtype exp_avg_sq_dtype adam_implementation=triton", "fp64"
@@ -91,6 +80,7 @@ EXCLUSIONS = (
         fix="set --disable-bias-linear (--add-qkv-bias keeps the bias of attention)",
     ),
     Exclusion("num_experts", "torch_compile cuda_graphs fp8_format tiled_mlp"),
+    Exclusion("async_save_host_memory", "local_checkpoint_dir", ", whose files are copied instead"),
     Exclusion("distribute_saved_activations", "sequence_parallel", ", which shards them already"),
     Exclusion(
         "overlap_moe_expert_parallel_comm",
@@ -132,8 +122,6 @@ EXCLUSIONS = (
     ),
 )
 
-MODEL_FILE = "tokenizer_type=SentencePieceTokenizer,HuggingFaceTokenizer,TikTokenizer"
-CHANGING = "weight_decay_incr_style=linear,cosine"
 # A setting and the field that it needs a value of, with what that is.
 NEEDED = (
     ("moe_router_num_groups", "moe_router_group_topk", "the groups that a token's experts are of"),
@@ -147,67 +135,53 @@ NEEDED = (
     (CHANGING, "end_weight_decay", ""),
 )
 
-
-class Order(NamedTuple):
-    """A field that must be greater than another, or at least as great, where `when` holds."""
-
-    greater: str
-    less: str
-    strictly: bool
-    when: Callable[[RunView], bool] = lambda run: True
-
-
-def _decays(run: RunView) -> bool:
-    return run.decay_kind.decays and not run.skip_train
-
-
-ORDERS = (
-    Order("max_position_embeddings", "seq_length", False),
-    Order("rope_high_freq_factor", "rope_low_freq_factor", True, lambda run: run.use_rope_scaling),
-    Order("yarn_beta_fast", "yarn_beta_slow", True, is_yarn),
-    Order("initial_loss_scale", "min_loss_scale", False),
-    Order("lr", "lr_warmup_init", False, lambda run: not run.skip_train),
-    Order("lr", "min_lr", False, _decays),
-    Order("decoupled_lr", "lr_warmup_init", False, lambda run: not run.skip_train),
-    Order("decoupled_lr", "decoupled_min_lr", False, _decays),
-    Order(
-        "decoupled_lr", "min_lr", False, lambda run: _decays(run) and run.decoupled_min_lr is None
-    ),
-    Order("profile_step_end", "profile_step_start", True, lambda run: run.profile),
-    Order("num_layers", "recompute_num_layers", False),
-    Order("num_experts", "moe_router_topk", False),
-    Order("moe_router_num_groups", "moe_router_group_topk", False, lambda run: run.num_experts),
-)
+# Two numbers, how they must be to each other, and after `if` where: a multiple or a divisor is a
+# size that shares out the other.
+RELATIONS = """
+max_position_embeddings >= seq_length
+rope_high_freq_factor > rope_low_freq_factor if use_rope_scaling
+yarn_beta_fast > yarn_beta_slow if position_embedding_type=yarn
+initial_loss_scale >= min_loss_scale
+lr >= lr_warmup_init if skip_train=False
+lr >= min_lr if skip_train=False decays=True
+decoupled_lr >= lr_warmup_init if skip_train=False
+decoupled_lr >= decoupled_min_lr if skip_train=False decays=True
+decoupled_lr >= min_lr if skip_train=False decays=True decoupled_min_lr=None
+profile_step_end > profile_step_start if profile
+num_layers >= recompute_num_layers
+num_experts >= moe_router_topk
+moe_router_num_groups >= moe_router_group_topk if num_experts
+ffn_hidden_size multiple tensor_model_parallel_size if tp_fits=True
+padded_vocab_size multiple tensor_model_parallel_size if tp_fits=True
+seq_length multiple tensor_model_parallel_size if sequence_parallel
+moe_ffn_hidden_size multiple expert_tensor_parallel_size
+moe_shared_expert_intermediate_size multiple tensor_model_parallel_size if tp_fits=True
+save_retain_interval multiple save_interval if save
+num_query_groups divisor num_attention_heads
+expert_model_parallel_size divisor num_experts
+moe_router_num_groups divisor num_experts
+moe_router_group_topk divisor moe_router_topk
+"""
+COMPARISONS = {">": (operator.gt, "greater than"), ">=": (operator.ge, "at least")}
 
 
-def _tp_fits(run: RunView) -> bool:
-    """Whether the tensor-parallel size itself is right, so that widths can be held against it."""
-    return run.dp > 0 and not (run.has("num_attention_heads") and run.num_attention_heads % run.tp)
-
-
-class Multiple(NamedTuple):
-    """A size that must be a multiple of another where `when` holds."""
+class Relation(NamedTuple):
+    """A line of RELATIONS."""
 
     field: str
-    unit: str
-    when: Callable[[RunView], bool] = lambda run: True
+    relation: str
+    other: str
+    conditions: str
 
 
-MULTIPLES = (
-    Multiple("ffn_hidden_size", "tensor_model_parallel_size", _tp_fits),
-    Multiple("padded_vocab_size", "tensor_model_parallel_size", _tp_fits),
-    Multiple("seq_length", "tensor_model_parallel_size", lambda run: run.sequence_parallel),
-    Multiple("moe_ffn_hidden_size", "expert_tensor_parallel_size"),
-    Multiple("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", _tp_fits),
-    Multiple("save_retain_interval", "save_interval", lambda run: run.save is not None),
-)
-# A size and what it must divide.
-DIVISORS = (
-    ("num_query_groups", "num_attention_heads"),
-    ("expert_model_parallel_size", "num_experts"),
-    ("moe_router_num_groups", "num_experts"),
-    ("moe_router_group_topk", "moe_router_topk"),
-)
+def _relations() -> Iterator[Relation]:
+    for line in RELATIONS.strip().splitlines():
+        numbers, _, conditions = line.partition(" if ")
+        field, relation, other = numbers.split()
+        yield Relation(field, relation, other, conditions)
+
+
+TABLE = tuple(_relations())
 
 
 def nearest(value: int, unit: int) -> int:
@@ -227,7 +201,7 @@ def multiple(run: RunView, field: str, unit: int, what: str) -> Faults:
     value = getattr(run, field)
     if value % unit:
         near = nearest(value, unit)
-        yield run.fault(field, f"must be a multiple of {what}; the nearest is {near}")
+        yield (f"@{field}: must be a multiple of {what}; the nearest is {near}")
 
 
 def divisor(run: RunView, field: str, number: int, what: str, least: int = 1) -> Faults:
@@ -235,7 +209,7 @@ def divisor(run: RunView, field: str, number: int, what: str, least: int = 1) ->
     size = getattr(run, field)
     if number % size:
         near = nearest_divisor(number, size, least)
-        yield run.fault(field, f"must divide {what}; the nearest that fits is {near}")
+        yield (f"@{field}: must divide {what}; the nearest that fits is {near}")
 
 
 def _is_valid(run: RunView, field: str) -> bool:
@@ -247,48 +221,60 @@ def _is_valid(run: RunView, field: str) -> bool:
 def ranges(run: RunView) -> Faults:
     """Numbers outside the bounds that their fields declare."""
     for field, option in FIELDS.items():
-        if getattr(run, field) is not None and not _is_valid(run, field):
-            yield f"{run.show(field)}: must be {option.bound.text}"
+        if option.bound and getattr(run, field) is not None and not _is_valid(run, field):
+            yield (f"@{field}: must be {option.bound.text}")
 
 
-def without_effect(run: RunView, kind: str) -> Iterator[tuple[str, str]]:
-    """(flag as given, what it has no effect without) for each field that is not at its default;
-    `kind` is `needs` or `idle_without`, see `metadata.flag`.
+def _changed(run: RunView) -> Iterator[tuple[str, list[str]]]:
+    """The fields that are not at their default, and what is missing of what they are idle
+    without.
     """
     for field, option in FIELDS.items():
-        value = getattr(run, field)
-        for need in getattr(option, kind) if value != option.default else ():
-            if not need.is_met(run):
-                yield run.show(field), need.text
+        if (option.needs or option.idle_without) and getattr(run, field) != option.default:
+            yield field, [each for each in option.idle_without if not run.holds(each)]
+
+
+def idle(run: RunView) -> Faults:
+    """Remarks on flags without effect, see `metadata.flag`."""
+    for field, missing in _changed(run):
+        for condition in missing:
+            yield (f"@{field}: has no effect without {condition_text(condition)}")
 
 
 def two_fields(run: RunView) -> Faults:
-    """The faults of the tables."""
-    for flag, text in without_effect(run, "needs"):
-        verb = "set" if text.startswith("--") else "use"
-        yield f"{flag}: has no effect without {text}; remove it or {verb} {text}"
+    """The faults of fields without what they need, and of the tables."""
+    for field, is_idle in _changed(run):
+        for condition in () if is_idle else FIELDS[field].needs:
+            if not run.holds(condition):
+                text = condition_text(condition)
+                fix = f"{'set' if text.startswith('--') else 'use'} {text}"
+                yield (f"@{field}: has no effect without {text}; remove it or {fix}")
     for ones, others, why, fix in EXCLUSIONS:
-        for one, other in itertools.product(ones.split(), others.split()):
-            if counts(run, one) and counts(run, other):
-                yield f"{shown(run, one)}: is not supported with {shown(run, other)}{why}; {fix}"
-    yield from _values(run)
+        given = (filter(run.holds, conditions.split()) for conditions in (ones, others))
+        for one, other in itertools.product(*map(list, given)):
+            text = f"is not supported with @{field_of(other)}{why}"
+            yield f"@{field_of(one)}: {text}; {fix}"
+    for condition, field, what in NEEDED:
+        if run.holds(condition) and getattr(run, field) is None:
+            fix = ", ".join(filter(None, (flag_name(field), what)))
+            yield f"@{field_of(condition)}: set {fix}"
+    yield from _numbers(run)
 
 
-def _values(run: RunView) -> Faults:
-    """What values need of each other."""
-    for rule, field, what in NEEDED:
-        if counts(run, rule) and getattr(run, field) is None:
-            yield f"{shown(run, rule)}: set {flag_name(field)}{what and ', '}{what}"
-    for greater, less, strictly, when in ORDERS:
-        if not (_is_valid(run, greater) and _is_valid(run, less) and when(run)):
+def field_of(condition: str) -> str:
+    """The field that a condition without alternatives is about."""
+    return re.split("[=>]", condition)[0]
+
+
+def _numbers(run: RunView) -> Faults:
+    for field, relation, other, conditions in TABLE:
+        if not run.holds_all(conditions):
             continue
-        high, low = getattr(run, greater), getattr(run, less)
-        if high < low or (strictly and high == low):
-            relation = "greater than" if strictly else "at least"
-            yield f"{run.show(greater)}: must be {relation} {run.show(less)}"
-    for field, unit, when in MULTIPLES:
-        if run.has(field, unit) and when(run):
-            yield from multiple(run, field, getattr(run, unit), run.show(unit))
-    for field, number in DIVISORS:
-        if run.has(field, number):
-            yield from divisor(run, field, getattr(run, number), run.show(number))
+        if relation in COMPARISONS:
+            holds, text = COMPARISONS[relation]
+            are_valid = _is_valid(run, field) and _is_valid(run, other)
+            if are_valid and not holds(getattr(run, field), getattr(run, other)):
+                yield f"@{field}: must be {text} @{other}"
+        elif run.has(field, other):
+            check = multiple if relation == "multiple" else divisor
+            yield from check(run, field, getattr(run, other), f"@{other}")

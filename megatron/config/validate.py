@@ -10,31 +10,22 @@ nothing: the missing flag is a fault already.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.config.batch_schedule import batch_steps
 from megatron.config.data_paths import parse_blend, parse_split
-from megatron.config.derive import GATED_WIDTH, RunView, derive
-from megatron.config.errors import ArgumentErrors, UserError
+from megatron.config.derive import GATED_WIDTH, RunView, derived
+from megatron.config.errors import ArgumentErrors, UserError, about
 from megatron.config.foreign_checkpoint import foreign_checkpoint
 from megatron.config.groups import Config
 from megatron.config.layers import MOST_LAYERS
 from megatron.config.metadata import flag_name
-from megatron.config.rules import (
-    NEEDED,
-    Faults,
-    counts,
-    multiple,
-    nearest,
-    ranges,
-    two_fields,
-    without_effect,
-)
+from megatron.config.rules import Faults, Rule, idle, multiple, nearest, ranges, two_fields
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
-from megatron.config.validate_layout import LAYOUT_RULES, bubble, given
+from megatron.config.validate_layout import LAYOUT_RULES, bubble
 from megatron.config.validate_model import MODEL_RULES
 
 
@@ -55,23 +46,23 @@ MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline
 
 def _bounds(run: RunView) -> Faults:
     """Sizes beyond which the plan and the schedule would take minutes to compute."""
-    count, layers = run.micro_batches or 0, run.num_layers if run.has("num_layers") else 0
+    count, layers = run.micro_batches or 0, run.num_layers or 0
     passes = increments = 0
     if run.pp > 1 and count <= MOST_MICRO_BATCHES:
         passes = layers * planned_micro_batches(run.pipeline_schedule, run.pp, count)
     if run.has("global_batch_size") and len(run.rampup_batch_size or ()) == 3:
         start, step, _ = run.rampup_batch_size
-        increments = (run.global_batch_size - start) // step if step > 0 else 0
-    batch, raised = "global_batch_size", "raise --micro-batch-size, or use more data-parallel ranks"
-    for field, number, most, what, fix in (
-        ("num_layers", layers, MOST_LAYERS, "layers", "give fewer"),
-        (batch, count, MOST_MICRO_BATCHES, "micro-batches in each step of a rank", raised),
-        (batch, passes, MOST_PASSES, "passes of layers and micro-batches in a step", raised),
-        ("rampup_batch_size", increments, MOST_INCREMENTS, "increments", "raise the increment"),
+        increments = (run.global_batch_size - start) // max(1, step)
+    fewer = "raise --micro-batch-size, or use more data-parallel ranks"
+    for field, number, most, what in (
+        ("num_layers", layers, MOST_LAYERS, "layers"),
+        ("global_batch_size", count, MOST_MICRO_BATCHES, "micro-batches in each step of a rank"),
+        ("global_batch_size", passes, MOST_PASSES, "passes of layers and micro-batches in a step"),
+        ("rampup_batch_size", increments, MOST_INCREMENTS, "increments"),
     ):
         if number > most:
-            text = f"{number:,} {what}, at most {most:,} are planned for; {fix}"
-            yield run.fault(field, text)
+            fix = fewer if field == "global_batch_size" else "give fewer"
+            yield (f"@{field}: {number:,} {what}, at most {most:,} are planned for; {fix}")
 
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
@@ -82,55 +73,52 @@ def _required(run: RunView) -> Faults:
         if getattr(run, field) is None:
             yield f"{flag_name(field)} is required"
     if run.ffn_hidden_size is None and run.has("hidden_size"):
-        yield f"--ffn-hidden-size is required: {GATED_WIDTH} is 0 for {run.show('hidden_size')}"
+        yield f"--ffn-hidden-size is required: {GATED_WIDTH} is 0 for @hidden_size"
 
 
 def _freeze(run: RunView) -> Faults:
     if not run.has("num_layers"):
         return
-    try:
+    with about("@freeze"):
         frozen = frozen_units(run.config)
-    except UserError as error:
-        yield run.fault("freeze", str(error))
-        return
     if run.decoupled_lr is not None and not run.skip_train and frozen >= {"embedding", "head"}:
-        yield run.fault(
-            "decoupled_lr",
-            "is the learning rate of the embedding and the head, which "
-            f"{run.show('freeze')} freezes; drop one",
-        )
+        text = "is the learning rate of the embedding and the head, which"
+        yield (f"@decoupled_lr: {text} @freeze freezes; drop one")
 
 
 # ---------------------------------------------------------------- data and tokenizer
 
 
+DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
 def _sources(run: RunView) -> Faults:
-    by_split = given(run, "train_data_path", "valid_data_path", "test_data_path")
-    kinds = list(map(flag_name, [*given(run, "data_path", "mock_data"), *by_split[:1]]))
+    by_split = run.given(*DATA_PATHS[1:])
+    kinds = list(map(flag_name, [*run.given("data_path", "mock_data"), *by_split[:1]]))
     if not kinds:
         yield "--data-path PREFIX is required (or --train-data-path, or --mock-data)"
     if len(kinds) > 1:
         yield f"{kinds[0]}: contradicts {' and '.join(kinds[1:])}; keep one kind of data"
     if by_split and run.train_data_path is None and not run.skip_train:
         yield f"{flag_name(by_split[0])}: --train-data-path is missing"
-    try:
-        if run.split is not None:
-            parse_split(run.split)
-    except UserError as error:
-        yield str(error)
-    for field in given(run, "data_path", *by_split):
-        try:
-            blend = parse_blend(getattr(run, field), flag_name(field))
-        except UserError as error:
-            yield str(error)
-            continue
-        for _, prefix in blend:
-            missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
-            if missing:
-                yield (
-                    f"{flag_name(field)} {prefix}: no such file: {' and '.join(missing)}; give the "
-                    "prefix of files from tools/preprocess_data.py"
-                )
+
+
+def _split(run: RunView) -> Faults:
+    if run.split is not None:
+        parse_split(run.split)
+    return iter(())
+
+
+def _dataset_files(run: RunView, field: str) -> Faults:
+    flag = flag_name(field)
+    for _, prefix in parse_blend(getattr(run, field) or (), flag):
+        names = f"{prefix}.idx", f"{prefix}.bin"
+        missing = [name for name in names if not os.path.isfile(name)]
+        if missing:
+            yield (
+                f"{flag} {prefix}: no such file: {' and '.join(missing)}; give the prefix of "
+                "files from tools/preprocess_data.py"
+            )
 
 
 def absent_tokenizer(flag: str, path: str) -> str:
@@ -146,20 +134,21 @@ def absent_tokenizer(flag: str, path: str) -> str:
 
 
 def _tokenizer(run: RunView) -> Faults:
-    kind, known = run.tokenizer_type, run.vocabulary
+    kind = run.tokenizer_type
     if kind is None:
         mock = "; with --mock-data, --vocab-size N is enough" if run.mock_data else ""
         yield f"--tokenizer-type is required{mock}"
-    for rule, field, _ in NEEDED:
+    has_files = kind not in (None, "NullTokenizer")
+    files = ("vocab_file", "merge_file") if kind == "GPT2BPETokenizer" else ("tokenizer_model",)
+    for field in files if has_files else ():
         path = getattr(run, field)
-        is_file = rule.startswith("tokenizer_type") and field != "vocab_size"
-        if is_file and counts(run, rule) and path is not None and not os.path.exists(path):
-            yield run.fault(field, absent_tokenizer(flag_name(field), path))
-    for field in ("padded_vocab_size", "vocab_size"):
-        is_rule = kind in (None, "NullTokenizer") and field == "vocab_size"  # that of the tokenizer
+        if path is not None and not os.path.exists(path):
+            yield f"@{field}: {absent_tokenizer(flag_name(field), path)}"
+    # without files --vocab-size is that of the tokenizer
+    for field in ("padded_vocab_size", *["vocab_size"] * has_files):
         rows = getattr(run, field)
-        if not is_rule and None not in (known, rows) and rows < known:
-            yield run.fault(field, f"the tokenizer has {known} tokens; give that or more")
+        if None not in (run.vocabulary, rows) and rows < run.vocabulary:
+            yield (f"@{field}: the tokenizer has {run.vocabulary} tokens; give that or more")
 
 
 # ---------------------------------------------------------------- batches and lengths
@@ -171,64 +160,62 @@ def _batch(run: RunView) -> Faults:
     unit = run.micro_batch_size * run.dp
     text = f"--micro-batch-size {run.micro_batch_size} x {run.dp} data-parallel rank(s) = {unit}"
     yield from multiple(run, "global_batch_size", unit, text)
-    ramp = run.rampup_batch_size
-    if ramp is None:
+    if run.rampup_batch_size is not None:
+        yield from (f"@rampup_batch_size: {fault}" for fault in _ramp_up(run, unit, text))
+
+
+def _ramp_up(run: RunView, unit: int, unit_text: str) -> Faults:
+    if len(run.rampup_batch_size) != 3 or min(run.rampup_batch_size) <= 0:
+        yield "must be three numbers above 0: start increment samples"
         return
-    if len(ramp) != 3 or min(ramp) <= 0:
-        text = "must be three numbers above 0: start increment samples"
-        yield run.fault("rampup_batch_size", text)
-        return
-    start, increment, _ = ramp
+    start, increment, _ = run.rampup_batch_size
+    growth = run.global_batch_size - start
     if start % unit or increment % unit:
-        yield run.fault("rampup_batch_size", f"start and increment must be multiples of {text}")
-    if start >= run.global_batch_size or (run.global_batch_size - start) % increment:
-        text = f"{run.show('global_batch_size')} must be the start plus a number of increments"
-        yield run.fault("rampup_batch_size", text)
+        yield f"start and increment must be multiples of {unit_text}"
+    if growth <= 0 or growth % increment:
+        yield "@global_batch_size must be the start plus a number of increments"
 
 
 def _batch_schedule(run: RunView) -> Faults:
-    field = "step_batch_size_schedule"
     if run.step_batch_size_schedule is None or not run.has("seq_length"):
         return
-    try:
+    with about("@step_batch_size_schedule"):
         steps = batch_steps(run.config.training, run.seq_length)
-    except UserError as problem:
-        yield run.fault(field, str(problem))
-        return
     unit = (run.micro_batch_size or 1) * (run.dp or 1)
+    text = f"--micro-batch-size {run.micro_batch_size} x {run.dp} data-parallel rank(s) = {unit}"
     for size in dict.fromkeys(size for _, size in steps if size % unit):
-        yield run.fault(
-            field,
-            f"{size} must be a multiple of --micro-batch-size {run.micro_batch_size} x {run.dp} "
-            f"data-parallel rank(s) = {unit}; the nearest is {nearest(size, unit)}",
-        )
-    if run.global_batch_size != steps[-1][1]:
-        text = f"contradicts the last step of {run.show(field)}; remove it or give {steps[-1][1]}"
-        yield run.fault("global_batch_size", text)
+        near = nearest(size, unit)
+        fault = f"{size} must be a multiple of {text}; the nearest is {near}"
+        yield f"@step_batch_size_schedule: {fault}"
+    last = steps[-1][1]
+    if run.global_batch_size != last:
+        text = "contradicts the last step of @step_batch_size_schedule"
+        yield f"@global_batch_size: {text}; remove it or give {last}"
 
 
 def _lengths(run: RunView) -> Faults:
-    iters, samples, kind = run.train_iters, run.train_samples, run.decay_kind
+    iters, samples = run.train_iters, run.train_samples
     if iters is None and samples is None and not run.skip_train:
         yield "--train-iters or --train-samples is required"
     if iters == 0 and not run.skip_train:
         yield "--train-iters 0: nothing would be trained; to evaluate only, set --skip-train"
     unit, wrong = ("iters", "samples") if samples is None else ("samples", "iters")
     # at a constant rate the length of the decay counts for a warm-up that is a share of it
-    is_read = kind.decays or run.lr_warmup_fraction is not None
+    is_read = run.decays or run.lr_warmup_fraction is not None
     names = [f"lr_{part}_{unit}" for part in ("warmup", "decay", "wsd_decay")]
+    has_one_unit = bool(iters or samples) and None in (iters, samples)
     for name in names if is_read else names[:1]:
         other = name.replace(unit, wrong)
-        if (iters or samples) and (iters is None) != (samples is None) and getattr(run, other):
-            yield run.fault(other, f"the run is measured in --train-{unit}; use {flag_name(name)}")
-    warmup, decay, final = (getattr(run, name) for name in names)
+        if has_one_unit and getattr(run, other):
+            yield (f"@{other}: the run is measured in --train-{unit}; use {flag_name(name)}")
+    warmup, decay, final = (getattr(run, name) or 0 for name in names)
     if decay and warmup >= decay and is_read:
-        yield run.fault(names[0], f"must be smaller than {run.show(names[1])}")
-    if kind.has_final_decay and not final:
+        yield (f"@{names[0]}: must be smaller than @{names[1]}")
+    if run.has_final_decay and not final:
         text = f"give {flag_name(names[2])}, the length of its final decay"
-        yield run.fault("lr_decay_style", text)
-    elif kind.has_final_decay and decay and final + (warmup or 0) > decay:
-        yield run.fault(names[2], f"does not fit into {run.show(names[1])} after the warm-up")
+        yield f"@lr_decay_style: {text}"
+    elif run.has_final_decay and decay and final + warmup > decay:
+        yield (f"@{names[2]}: does not fit into @{names[1]} after the warm-up")
 
 
 # ---------------------------------------------------------------- files and logging
@@ -249,7 +236,7 @@ def _cannot_be_made(folder: Path) -> str:
     """
     folder = folder.absolute()
     there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    if not os.path.exists(there):
+    if not there.exists():
         return f"{there} is a link to {os.readlink(there)}, which does not exist; make that"
     if not there.is_dir():
         is_it = there == folder
@@ -259,32 +246,36 @@ def _cannot_be_made(folder: Path) -> str:
     return ""
 
 
+def _load(run: RunView) -> Faults:
+    if run.load is None:
+        return
+    if foreign := foreign_checkpoint(run.load):
+        yield f"@load: {foreign}"
+    is_own = run.save is not None and os.path.abspath(run.load) == os.path.abspath(run.save)
+    if not os.path.isdir(run.load) and (not is_own or run.exit_on_missing_checkpoint):
+        text = "for a first start give the same folder as --save, or drop --load"
+        yield (f"@load: no such folder; {text}")
+
+
 def _files(run: RunView) -> Faults:
-    if run.load is not None:
-        same = run.save is not None and Path(run.load).absolute() == Path(run.save).absolute()
-        if foreign := foreign_checkpoint(run.load):
-            yield run.fault("load", foreign)
-        if not os.path.isdir(run.load) and (not same or run.exit_on_missing_checkpoint):
-            text = "for a first start give the same folder as --save, or drop --load"
-            yield run.fault("load", f"no such folder; {text}")
+    for field in run.given(*FOLDERS):
+        if fault := _cannot_be_made(Path(getattr(run, field))):
+            yield f"@{field}: {fault}"
+    if run.metrics_file is not None:
+        if fault := _cannot_be_made(Path(run.metrics_file).absolute().parent):
+            yield (f"@metrics_file: its folder {fault}")
     if run.pipeline_timeline is not None:
         folder = Path(run.pipeline_timeline).absolute().parent
         if not folder.is_dir():
-            yield run.fault("pipeline_timeline", f"no such folder: {folder}; make it first")
-    for field in given(run, *FOLDERS):
-        if fault := _cannot_be_made(Path(getattr(run, field))):
-            yield run.fault(field, fault)
-    if run.metrics_file is not None:
-        if fault := _cannot_be_made(Path(run.metrics_file).absolute().parent):
-            yield run.fault("metrics_file", f"its folder {fault}")
-    if run.save_retain_interval is not None and run.save is not None and not run.save_interval:
-        yield run.fault("save_retain_interval", "set --save-interval, of which it is a multiple")
+            yield (f"@pipeline_timeline: no such folder: {folder}; make it first")
+    if run.holds_all("save_retain_interval save") and not run.save_interval:
+        yield ("@save_retain_interval: set --save-interval, of which it is a multiple")
     outside = [rank for rank in run.profile_ranks if rank < 0 or 0 < run.world <= rank]
     if run.profile and outside:
-        yield run.fault("profile_ranks", f"there is no rank {outside[0]}; ranks count from 0")
+        yield (f"@profile_ranks: there is no rank {outside[0]}; ranks count from 0")
 
 
-RULES: tuple[Callable[[RunView], Faults], ...] = (
+RULES: tuple[Rule, ...] = (
     _required,
     ranges,
     two_fields,
@@ -293,10 +284,13 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     *MODEL_RULES,
     _freeze,
     _sources,
+    _split,
+    *(partial(_dataset_files, field=field) for field in DATA_PATHS),
     _tokenizer,
     _batch,
     _batch_schedule,
     _lengths,
+    _load,
     _files,
 )
 
@@ -305,8 +299,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
 
 
 def _remarks(run: RunView) -> Faults:
-    for flag, text in without_effect(run, "idle_without"):
-        yield f"{flag}: has no effect without {text}"
+    yield from idle(run)
     if run.activation == "gelu":
         yield (
             "--activation gelu is the exact (erf) form; Megatron-LM's default, which it "
@@ -318,26 +311,29 @@ def _remarks(run: RunView) -> Faults:
         if getattr(run, moment) == "bf16" and 1 - getattr(run, beta) < 2**-8:
             text = "a step changes the moment by less than bf16 can hold, so it hardly decays"
             fix = f"give {flag_name(beta)} 0.99 or less, or keep it in fp32"
-            yield run.fault(moment, f"with {run.show(beta)} {text}; {fix}")
+            yield (f"@{moment}: with @{beta} {text}; {fix}")
     if run.has("window_size", "seq_length") and run.window_size >= run.seq_length:
-        yield f"{run.show('window_size')} covers {run.show('seq_length')}: full causal attention"
-    if run.split is not None and run.mock_data:
-        yield run.fault("split", "mock data has no documents to divide")
+        yield "@window_size covers @seq_length: full causal attention"
     if run.save is None and not run.skip_train:
         yield "--save is not set: no checkpoints or metrics will be written"
+
+
+def _faults(run: RunView) -> list[str]:
+    """Each once, a UserError of a rule among them; `run` has its derived values."""
+    faults: list[str] = []
+    for rule in RULES:
+        try:
+            faults += rule(run)
+        except UserError as problem:
+            faults.append(str(problem))
+    return list(dict.fromkeys(map(run.spell_out, faults)))
 
 
 def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) -> list[str]:
     """Every fault of a configuration, after derived values are filled in; an empty list means that
     it can run.
     """
-    config, _ = derive(config, world_size, vocab_size)
-    return _faults(RunView(config, world_size, vocab_size))
-
-
-def _faults(run: RunView) -> list[str]:
-    """Each once; `run` has its derived values."""
-    return list(dict.fromkeys(fault for rule in RULES for fault in rule(run)))
+    return _faults(derived(config, world_size, vocab_size))
 
 
 def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved:
@@ -346,9 +342,7 @@ def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved
     `vocab_size` is the tokenizer's real vocabulary, None while it is unknown. Raises one
     `ArgumentErrors` with all faults.
     """
-    config, notes = derive(config, world_size, vocab_size)
-    run = RunView(config, world_size, vocab_size)
-    faults = _faults(run)
-    if faults:
+    run = derived(config, world_size, vocab_size)
+    if faults := _faults(run):
         raise ArgumentErrors(faults)
-    return Resolved(config, [*notes, *_remarks(run)])
+    return Resolved(run.config, [*run.notes, *map(run.spell_out, _remarks(run))])

@@ -1,48 +1,53 @@
 """Rules of parts of the model: heads and positions, mixtures of experts, latent attention, FP8, and
-what of a layer is recomputed or offloaded.
+what of a layer is recomputed or offloaded. `@field` in a text is the flag with its value.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from megatron.config.derive import RunView, rescales_scores
-from megatron.config.errors import UserError
+from megatron.config.derive import RunView, expert_ranks, rescales_scores
+from megatron.config.errors import UserError, about
 from megatron.config.fp8 import BLOCK, MULTIPLE, layer_in_fp8, linear_shapes, wide_linears
 from megatron.config.layers import expert_pattern, read_pattern
 from megatron.config.metadata import flag_name
-from megatron.config.needs import is_rotary, is_yarn
+from megatron.config.model import ROTARY, YARN
 from megatron.config.recompute import FULL, LAYER_INPUT, layer_words
-from megatron.config.rules import Faults, divisor
+from megatron.config.rules import Faults, Rule, divisor
 
 
 def heads_and_positions(run: RunView) -> Faults:
     """Widths that do not follow, and channels that do not rotate in pairs."""
     sizes = run.has("hidden_size", "num_attention_heads")
     if run.kv_channels is None and sizes and run.hidden_size % run.num_attention_heads:
-        yield run.fault(
-            "hidden_size",
-            f"must be a multiple of {run.show('num_attention_heads')}; or give --kv-channels",
-        )
-    if not is_rotary(run) or run.multi_latent_attention:
+        yield "@hidden_size: must be a multiple of @num_attention_heads; or give --kv-channels"
+    if not run.holds(ROTARY) or run.multi_latent_attention:
         return
     if run.has("kv_channels", "rotary_percent"):
         channels = int(run.kv_channels * run.rotary_percent)
         if channels == 0 or channels % 2:
             text = f"{channels} of {run.kv_channels} channels would rotate"
-            yield run.fault("rotary_percent", f"{text}; it must be an even number above 0")
+            yield f"@rotary_percent: {text}; it must be an even number above 0"
 
 
-def layer_patterns(run: RunView) -> Faults:
-    """Rules of the flags that choose which layers are of a kind."""
-    experts = ("moe_layer_freq",) if run.has("num_experts") else ()
-    for field in ("window_attn_skip_freq", "no_rope_freq", *experts):
-        if run.has("num_layers", field):
-            try:
-                read = expert_pattern if field == "moe_layer_freq" else read_pattern
-                read(getattr(run, field), run.num_layers)
-            except UserError as problem:
-                yield f"{flag_name(field)} {problem}"
+PATTERNS: dict[str, Callable[[str, int], Any]] = {
+    "window_attn_skip_freq": read_pattern,
+    "no_rope_freq": read_pattern,
+    "moe_layer_freq": expert_pattern,
+}
+
+
+def pattern(run: RunView, field: str) -> Faults:
+    """A flag that chooses which layers are of a kind must be read."""
+    is_idle = field == "moe_layer_freq" and run.num_experts is None
+    if run.has("num_layers", field) and not is_idle:
+        try:
+            PATTERNS[field](getattr(run, field), run.num_layers)
+        except UserError as problem:
+            yield f"{flag_name(field)} {problem}"
 
 
 # ---------------------------------------------------------------- experts
@@ -54,8 +59,9 @@ def experts(run: RunView) -> Faults:
         return
     yield from _router(run)
     yield from _losses(run)
-    inside = "mlp_fc1", "mlp_act", "mlp_fc2"
-    words = [word for word in run.offload_modules or () if word in inside]
+    words = [
+        word for word in run.offload_modules or () if word in ("mlp_fc1", "mlp_act", "mlp_fc2")
+    ]
     if run.activation_offload and words:
         yield (
             f"--offload-modules {' '.join(words)}: experts' activations are not offloaded; drop "
@@ -63,19 +69,19 @@ def experts(run: RunView) -> Faults:
         )
     if run.overlap_moe_expert_parallel_comm and run.micro_batches == 1:
         text = "has no effect with one micro-batch a step; give a larger --global-batch-size"
-        yield run.fault("overlap_moe_expert_parallel_comm", text)
-    stage = run.tp * run.cp * run.dp
-    if min(run.ep, run.etp, stage) > 0 and stage % (run.ep * run.etp):
-        etp = f" x --expert-tensor-parallel-size {run.etp}" if run.etp > 1 else ""
+        yield f"@overlap_moe_expert_parallel_comm: {text}"
+    stage, (etp, ep) = run.tp * run.cp * run.dp, expert_ranks(run.config)
+    if min(ep, etp, stage) > 0 and stage % (ep * etp):
+        shown = "@expert_model_parallel_size"
+        shown += " x @expert_tensor_parallel_size" * (etp > 1)
         yield (
-            f"{run.show('expert_model_parallel_size')}{etp}: must divide the {stage} rank(s) of a "
-            "pipeline stage (tensor- x context- x data-parallel); give fewer, or "
-            "--expert-tensor-parallel-size 1"
+            f"{shown}: must divide the {stage} rank(s) of a pipeline stage (tensor- x context- x "
+            "data-parallel); give fewer, or --expert-tensor-parallel-size 1"
         )
     if run.tp > 1 and not run.sequence_parallel:
         yield (
-            f"--num-experts with {run.show('tensor_model_parallel_size')}: the ranks would all "
-            "send the same tokens to experts; give --sequence-parallel"
+            "--num-experts with @tensor_model_parallel_size: the ranks would all send the same "
+            "tokens to experts; give --sequence-parallel"
         )
 
 
@@ -91,24 +97,23 @@ def _router(run: RunView) -> Faults:
         return
     size = run.num_experts // groups
     if taken <= groups and topk % taken == 0 and topk > taken * size:
-        yield run.fault(
-            "moe_router_group_topk",
-            f"{taken} groups of {size} experts hold fewer than {run.show('moe_router_topk')}; give "
-            f"{-(-topk // size)} or more",
+        yield (
+            f"@moe_router_group_topk: {taken} groups of {size} experts hold fewer than "
+            f"@moe_router_topk; give {-(-topk // size)} or more"
         )
 
 
 def _losses(run: RunView) -> Faults:
     kinds, coefficients = run.moe_router_load_balancing_type, run.moe_aux_loss_coeff
-    shown = run.show("moe_router_load_balancing_type")
     if len(set(kinds)) < len(kinds):
-        yield f"{shown}: names one twice; keep each once"
+        yield "@moe_router_load_balancing_type: names one twice; keep each once"
     if len(kinds) != len(coefficients):
-        yield run.fault("moe_aux_loss_coeff", f"must be one number for each of {shown}")
+        yield "@moe_aux_loss_coeff: must be one number for each of @moe_router_load_balancing_type"
     if min(coefficients) < 0:
-        yield run.fault("moe_aux_loss_coeff", "must be 0 or more")
+        yield "@moe_aux_loss_coeff: must be 0 or more"
     if any(coeff > 0 for kind, coeff in zip(kinds, coefficients) if kind == "none"):
-        yield run.fault("moe_aux_loss_coeff", f"{shown} has no loss; give aux_loss, or drop it")
+        text = "@moe_router_load_balancing_type has no loss; give aux_loss, or drop it"
+        yield f"@moe_aux_loss_coeff: {text}"
 
 
 # ---------------------------------------------------------------- latent attention
@@ -117,23 +122,23 @@ def _losses(run: RunView) -> Faults:
 def latent_attention(run: RunView) -> Faults:
     """Rules of multi-head latent attention."""
     if not run.multi_latent_attention:
-        if run.rope_type == "yarn" and not is_yarn(run):
+        if run.rope_type == "yarn" and not run.holds(YARN):
             text = "is a setting of --multi-latent-attention; use --position-embedding-type yarn"
-            yield run.fault("rope_type", text)
+            yield f"@rope_type: {text}"
         return
-    if run.rope_type == "rope" and is_yarn(run):
+    if run.rope_type == "rope" and run.holds(YARN):
         yield "--rope-type rope: contradicts --position-embedding-type yarn; remove one"
     elif run.rope_type == "rope" and rescales_scores(run):
         yield (
-            f"--rope-type rope with {run.show('rope_scaling_factor')} and "
-            f"{run.show('mscale_all_dim')}: scaled attention scores are not supported with plain "
-            "rotary positions; set --mscale-all-dim 0, or remove --rope-type rope"
+            "--rope-type rope with @rope_scaling_factor and @mscale_all_dim: scaled attention "
+            "scores are not supported with plain rotary positions; set --mscale-all-dim 0, or "
+            "remove --rope-type rope"
         )
     rotating, keys = run.qk_pos_emb_head_dim, run.qk_head_dim + run.qk_pos_emb_head_dim
     if rotating % 2:
-        yield run.fault("qk_pos_emb_head_dim", f"channels rotate in pairs; give {rotating + 1}")
+        yield f"@qk_pos_emb_head_dim: channels rotate in pairs; give {rotating + 1}"
     if run.v_head_dim > keys:
-        yield run.fault("v_head_dim", f"must be at most {keys}, the channels of a key")
+        yield f"@v_head_dim: must be at most {keys}, the channels of a key"
 
 
 # ---------------------------------------------------------------- recomputation, offload, pieces
@@ -147,58 +152,55 @@ PARTS = (
 
 
 def recompute(run: RunView) -> Faults:
-    """Words of recomputation, its layers, and inputs that tensor-parallel ranks can share."""
-    in_blocks = run.recompute_granularity == "full" and run.recompute_method == "block"
-    if in_blocks and run.recompute_num_layers is None:
-        text = "set --recompute-num-layers, the number of layers of each stage"
-        yield run.fault("recompute_method", text)
+    """Words of recomputation, and inputs that tensor-parallel ranks can share."""
+    if run.holds_all("recompute_method=block recompute_granularity=full recompute_num_layers=None"):
+        yield ("@recompute_method: set --recompute-num-layers, the number of layers of each stage")
     for field in ("recompute_modules", "recompute_layers"):
-        given = {part for word in getattr(run, field) or () for part in re.split(r"[+*]", word)}
+        given = re.split(r"[+* ]", " ".join(getattr(run, field) or ()))
         for word, owner, other in PARTS:
             if word in given and not run.has(owner):
                 text = f"{word} is a part of {flag_name(owner)}, which is not set; give {other}"
-                yield run.fault(field, text)
-    if run.recompute_layers is not None:
-        try:
-            count = len(layer_words(run.recompute_layers))
-            if run.has("num_layers") and count != run.num_layers:
-                text = f"covers {count} layers, not {run.show('num_layers')}"
-                yield run.fault("recompute_layers", text)
-        except UserError as problem:
-            yield f"--recompute-layers: {problem}"
+                yield f"@{field}: {text}"
     sizes = run.has("micro_batch_size", "seq_length", "hidden_size")
     if run.distribute_saved_activations and run.tp > 1 and sizes:
         elements = run.micro_batch_size * run.seq_length * run.hidden_size // run.cp
         if elements % run.tp:
             yield (
                 f"--distribute-saved-activations: the {elements} elements of a layer's input are "
-                f"not a multiple of {run.show('tensor_model_parallel_size')}; drop it"
+                "not a multiple of @tensor_model_parallel_size; drop it"
             )
+
+
+def recompute_layers(run: RunView) -> Faults:
+    """--recompute-layers is about each layer."""
+    if run.recompute_layers is not None:
+        with about("--recompute-layers"):
+            count = len(layer_words(run.recompute_layers))
+        if run.has("num_layers") and count != run.num_layers:
+            yield f"@recompute_layers: covers {count} layers, not @num_layers"
 
 
 def activation_offload(run: RunView) -> Faults:
     """Modules of --offload-modules must keep inputs that can be offloaded."""
     if not run.activation_offload:
         return
-    modules = set(run.offload_modules or ())
-    words = run.recompute_layers or ()
-    full = run.recompute_granularity == "full"
-    some_whole = full or any(word.partition("*")[0] == FULL for word in words)
-    all_whole = full and run.recompute_method != "block"
+    modules = run.offload_modules or ()
+    is_full = run.recompute_granularity == "full"
+    all_whole = is_full and run.recompute_method != "block"
+    some_whole = is_full or FULL in re.split("[* ]", " ".join(run.recompute_layers or ()))
     if run.torch_compile and not all_whole:
         yield (
             "--activation-offload: is not supported with --torch-compile, which fixes what a "
             "layer keeps; drop one, or give --recompute-granularity full"
         )
     if "attn_proj" in modules and "core_attn" not in modules:
-        text = "core attention keeps attn_proj's input too; add core_attn"
-        yield run.fault("offload_modules", text)
+        yield "@offload_modules: core attention keeps attn_proj's input too; add core_attn"
     if LAYER_INPUT in modules and not some_whole and run.recompute is None:
         text = "layer_input needs recomputed layers; add --recompute-granularity full"
-        yield run.fault("offload_modules", text)
+        yield f"@offload_modules: {text}"
     if modules and LAYER_INPUT not in modules and all_whole:
         text = "--recompute-granularity full keeps only layer inputs; give layer_input"
-        yield run.fault("offload_modules", text)
+        yield f"@offload_modules: {text}"
 
 
 def tiled_mlp(run: RunView) -> Faults:
@@ -219,7 +221,7 @@ def fp8(run: RunView) -> Faults:
     needed = ("hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads")
     if run.fp8_format is not None and run.has(*needed, "num_query_groups", "num_layers"):
         for text in (*_fp8_layers(run), *_fp8_tokens(run)):
-            yield run.fault("fp8_format", text)
+            yield f"@fp8_format: {text}"
 
 
 def _fp8_layers(run: RunView) -> Faults:
@@ -236,22 +238,22 @@ def _fp8_layers(run: RunView) -> Faults:
     layers = range(run.num_layers)
     if not any(layer_in_fp8(precision, index, run.num_layers) for index in layers):
         yield (
-            f"--first-last-layers-bf16 leaves none of --num-layers {run.num_layers}; lower "
+            "--first-last-layers-bf16 leaves none of @num_layers; lower "
             "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16"
         )
     for each in wide:
         for size, what in zip(each.on_rank(run.tp), ("outputs", "inputs"), strict=True):
             if size % multiple:
                 yield (
-                    f"{each.name} has {size} {what} on each tensor-parallel rank, and "
-                    f"{run.show('fp8_recipe')} needs a multiple of {multiple}; change "
-                    "--tensor-model-parallel-size or the width"
+                    f"{each.name} has {size} {what} on each tensor-parallel rank, and @fp8_recipe "
+                    f"needs a multiple of {multiple}; change --tensor-model-parallel-size or the "
+                    "width"
                 )
     if run.num_query_groups < run.tp and any(each.name == "attention.qkv" for each in wide):
         yield (
-            f"with {run.show('num_query_groups')} below {run.show('tensor_model_parallel_size')} "
-            "several ranks hold parts of a key's gradient, which would be rounded before they are "
-            f"added up; use at most --tensor-model-parallel-size {run.num_query_groups}"
+            "with @num_query_groups below @tensor_model_parallel_size several ranks hold parts of "
+            "a key's gradient, which would be rounded before they are added up; use at most "
+            f"--tensor-model-parallel-size {run.num_query_groups}"
         )
 
 
@@ -264,31 +266,32 @@ def _fp8_tokens(run: RunView) -> Faults:
     is_blockwise = run.fp8_recipe == "blockwise"
     if run.cp > 1 and is_blockwise:
         yield (
-            f"with {run.show('context_parallel_size')} blocks of tokens would hold other tokens "
-            "than in one process; give --no-fp8-wgrad, or --fp8-recipe tensorwise"
+            "with @context_parallel_size blocks of tokens would hold other tokens than in one "
+            "process; give --no-fp8-wgrad, or --fp8-recipe tensorwise"
         )
     if run.fp8_recipe == "rowwise" or not run.has("seq_length", "micro_batch_size"):
         return
     pieces, multiple = max(1, run.tiled_mlp), BLOCK if is_blockwise else MULTIPLE
     tokens = run.seq_length // run.cp // pieces * run.micro_batch_size
-    where = f"a piece of {run.show('tiled_mlp')}" if pieces > 1 else "a micro-batch"
+    where = "a piece of @tiled_mlp" if pieces > 1 else "a micro-batch"
     if tokens % multiple == 0 and pieces > 1 and run.sequence_parallel and is_blockwise:
         tokens //= run.tp
         where += " from each rank of --sequence-parallel"
     if tokens % multiple:
         yield (
-            f"{where} of {tokens} tokens is no multiple of {multiple}, which "
-            f"{run.show('fp8_recipe')} needs for weight gradients; change --seq-length, "
-            "--micro-batch-size or --tiled-mlp, or give --no-fp8-wgrad"
+            f"{where} of {tokens} tokens is no multiple of {multiple}, which @fp8_recipe needs "
+            "for weight gradients; change --seq-length, --micro-batch-size or --tiled-mlp, or "
+            "give --no-fp8-wgrad"
         )
 
 
-MODEL_RULES = (
+MODEL_RULES: tuple[Rule, ...] = (
     heads_and_positions,
-    layer_patterns,
+    *(partial(pattern, field=field) for field in PATTERNS),
     experts,
     latent_attention,
     recompute,
+    recompute_layers,
     activation_offload,
     tiled_mlp,
     fp8,

@@ -17,7 +17,6 @@ from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, GivenConfig
 from megatron.config.input_files import InputError
 from megatron.config.metadata import ChangeRule, flag_name
-from megatron.config.needs import is_rotary
 from megatron.config.options import FIELDS, Option
 from megatron.distributed.groups import describe_layout
 from megatron.model.build import model_shapes, trained_names
@@ -145,7 +144,7 @@ def changed_fields(
     # 1. The model: no flag accepts another one. Of learned positions their table is a part of it;
     # with rotary positions some fields hold no weights, so that a change of them is another run of
     # the same model.
-    rotary = is_rotary(theirs.model) and is_rotary(config.model)
+    rotary = theirs.model.is_rotary and config.model.is_rotary
     found = [
         Change(each.text, None)
         for each in differences
@@ -261,7 +260,7 @@ def take_checkpoint_args(flags: GivenConfig) -> GivenConfig:
     except (InputError, CheckpointError) as error:
         raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
     # Checkpoints hold the type of positions that follows from the flags.
-    config, _ = derive(flags, 1, None, POSITIONS[:1])
+    config = derive(flags, 1, None, POSITIONS[:1])
     # A field at its default is taken from the checkpoint; one that was given must agree with it.
     faults = []
     for name, option in FIELDS.items():

@@ -403,7 +403,7 @@ class Search:
         """Every layout within reach. Raises ArgumentErrors where the program accepts none."""
         asked = self.config, self.world_size, self.vocab_size
         # the layout that the flags have by default need not divide the batch
-        config, _ = derive(*asked)
+        config = derive(*asked)
         sizes = (config.model.num_layers, config.model.num_attention_heads, config.data.seq_length)
         if None in (*sizes, config.training.global_batch_size):
             raise ArgumentErrors(cross_field_faults(*asked))

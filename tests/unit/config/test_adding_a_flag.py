@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 BEFORE = "    sgd_momentum: float = "
 FIELD = '''    nesterov_share: float = flag(
-        0.5, "--nesterov", bound=SHARE, idle_without="--optimizer sgd", change=STEPS
+        0.5, "--nesterov", bound=SHARE, idle_without="optimizer=sgd", change=STEPS
     )
     """Share of Nesterov's correction in a step of SGD."""
 '''

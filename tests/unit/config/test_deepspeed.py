@@ -176,7 +176,7 @@ zero_optimization.offload_optimizer.device="cpu" | @ --optimizer-nvme-offload d
     fault contradicts --optimizer-nvme-offload d; drop the flag
 activation_checkpointing.partition_activations=true | @ --tensor-model-parallel-size 2 \
 --checkpoint-activations --sequence-parallel
-    note has no effect unless layers are recomputed on several tensor-parallel ranks
+    note has no effect without copies on tensor-parallel ranks (no --sequence-parallel)
 activation_checkpointing.partition_activations=true | @ --tensor-model-parallel-size 2 \
 --checkpoint-activations
     note taken, as no flag sets it: --distribute-saved-activations

@@ -26,7 +26,7 @@ NOTES = """
     zero-stage = 0: --zero-shard-size 1 shards over a single rank
     zero-shard-size = None: --zero-shard-size 1 shards over a single rank
 4 --no-overlap-param-gather
-    --no-overlap-param-gather: has no effect without --zero-stage 1, 2 or 3 on several
+    --no-overlap-param-gather: has no effect without --zero-stage above 0
 1 --zero-stage 3 --zero-shard-size 4 --param-cpu-offload
     optimizer-cpu-offload = True: --param-cpu-offload keeps weights where they are stepped
     zero-shard-size = None: one data-parallel rank has nothing to shard over
