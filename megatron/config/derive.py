@@ -296,74 +296,37 @@ def _rope_scaling(run: RunView) -> None:
 
 # ---------------------------------------------------------------- what follows from flags
 
-# A field, the value that it takes where conditions hold, and why.
-FOLLOWING = (
+# A field, the value that it gets in place of a given one where conditions hold, and why.
+REPLACED = (
     ("num_experts", None, "num_experts=1", "one expert is the MLP itself"),
     ("exit_interval", None, "exit_interval=0", ""),
     ("exit_duration_in_mins", None, "exit_duration_in_mins=0.0", ""),
     ("save_interval", None, "save_interval=0", ""),
     ("eval_interval", None, "eval_interval=0", ""),
     (
-        "tokenizer_type",
-        "GPT2BPETokenizer",
-        "tokenizer_type=None vocab_file merge_file",
-        "--vocab-file and --merge-file are given",
-    ),
-    (
-        "tokenizer_type",
-        "NullTokenizer",
-        "tokenizer_type=None mock_data vocab_size",
-        "--mock-data with --vocab-size",
-    ),
-    (
-        "split",
-        "969,30,1",
-        "split=None data_path",
-        "shares of train, valid and test when none are given",
-    ),
-    (
-        "recompute_method",
-        "uniform",
-        "recompute_method=None recompute_granularity=full",
-        "every layer is recomputed",
-    ),
-    (
-        "recompute_num_layers",
-        1,
-        "recompute_num_layers=None recompute_granularity=full recompute_method=uniform",
-        "every layer by itself",
-    ),
-    (
-        "recompute_modules",
-        ("core_attn",),
-        "recompute_modules=None recompute_granularity=selective",
-        "Megatron's default",
-    ),
-    (
-        "train_iters",
-        0,
-        "skip_train train_iters=None train_samples=None",
-        "--skip-train trains nothing",
-    ),
-    ("lr", 0.0, "skip_train lr=None", "--skip-train trains nothing"),
-    (
-        "optimizer_cpu_offload",
-        True,
-        "optimizer=adam optimizer_cpu_offload=False optimizer_nvme_offload",
-        "--optimizer-nvme-offload moves on from host memory",
-    ),
-    (
-        "optimizer_cpu_offload",
-        True,
-        "optimizer=adam optimizer_cpu_offload=False param_cpu_offload zero_stage=3",
-        "--param-cpu-offload keeps weights where they are stepped",
-    ),
-    (
         "sequence_parallel",
         False,
         "sequence_parallel tensor_model_parallel_size=1",
         "--tensor-model-parallel-size 1 has no ranks to split the sequence over",
     ),
+)
+GPT2 = "--vocab-file and --merge-file are given"
+TO_FILES = "--optimizer-nvme-offload moves on from host memory"
+TO_HOST = "--param-cpu-offload keeps weights where they are stepped"
+ALL_LAYERS = "recompute_granularity=full"
+EVALUATE = "--skip-train trains nothing"
+# A field at its default, the value that it gets where conditions hold, and why.
+DEFAULTS = (
+    ("tokenizer_type", "GPT2BPETokenizer", "vocab_file merge_file", GPT2),
+    ("tokenizer_type", "NullTokenizer", "mock_data vocab_size", "--mock-data with --vocab-size"),
+    ("split", "969,30,1", "data_path", "shares of train, valid and test when none are given"),
+    ("recompute_method", "uniform", ALL_LAYERS, "every layer is recomputed"),
+    ("recompute_num_layers", 1, f"{ALL_LAYERS} recompute_method=uniform", "every layer by itself"),
+    ("recompute_modules", ("core_attn",), "recompute_granularity=selective", "Megatron's default"),
+    ("train_iters", 0, "skip_train train_samples=None", EVALUATE),
+    ("lr", 0.0, "skip_train", EVALUATE),
+    ("optimizer_cpu_offload", True, "optimizer=adam optimizer_nvme_offload", TO_FILES),
+    ("optimizer_cpu_offload", True, "optimizer=adam param_cpu_offload zero_stage=3", TO_HOST),
 )
 # A field that is not given, and the one whose value it takes where conditions hold.
 COPIED = (
@@ -394,8 +357,11 @@ def _model(run: RunView) -> None:
 
 
 def _tables(run: RunView) -> None:
-    for field, value, conditions, reason in FOLLOWING:
+    for field, value, conditions, reason in REPLACED:
         if run.holds_all(conditions):
+            run.fill(field, value, reason)
+    for field, value, conditions, reason in DEFAULTS:
+        if getattr(run, field) == FIELDS[field].default and run.holds_all(conditions):
             run.fill(field, value, reason)
     for field, source, conditions in COPIED:
         value = getattr(run, source)
