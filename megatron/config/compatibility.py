@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.data_paths import DATA_LISTS, read_data_list
 from megatron.config.derive import RunView
-from megatron.config.errors import UserError, nearest_word
-from megatron.config.groups import Config
+from megatron.config.errors import UserError, collected, nearest_word
 from megatron.config.help import COMMANDS, HELP
 from megatron.config.options import Words, key, options_by_flag, shown
 
@@ -42,10 +41,23 @@ class CompatibilityRow:
     when: Sequence[str] = ()  # alternatives: rules that all count, see rules.py
     otherwise: str = ""
 
-    def holds(self, config: Config) -> bool:
-        """Whether the settings fulfil the row's condition."""
-        run = RunView(config, 1, None)
-        return not self.when or any(map(run.holds_all, self.when))
+    def answer(self, run: RunView, words: Words) -> tuple[str, str]:
+        """`fault`, `note` or `missing`, and the text; two empty strings where nothing is to be
+        printed.
+        """
+        holds = not self.when or any(map(run.holds_all, self.when))
+        is_accepted = bool(words) and set(words) <= set(self.values)
+        if self.verdict == "refused":
+            return "fault", self.text
+        if self.verdict == "only" and not is_accepted:
+            return "fault", f"{self.text} (accepted: {', '.join(self.values)})"
+        if self.verdict == "note":
+            return ("note", self.text) if holds else ("fault", self.otherwise)
+        if self.verdict == "not_done" and self.when and holds:
+            return "note", self.otherwise
+        if self.verdict == "not_done" and not is_accepted:
+            return "missing", self.text
+        return "", ""
 
     def rewrite(self, words: Words) -> list[Occurrence]:
         """The occurrences of our own flags that the row means. Raises UserError for a value that
@@ -141,17 +153,18 @@ def check_program(content: dict[str, Any]) -> None:
 def read(reading: Reading, flag: str, words: Words) -> None:
     """Take in a flag that is not ours: rewritten to ours, kept for `answer`, or unknown."""
     row, written = rows().get(key(flag)), shown(flag, words)
-    try:
+    with collected(reading.faults, written):
         if row is None:
             raise UserError(_unknown(reading, flag))
-        is_list = key(flag) in DATA_LISTS
-        if row.verdict not in ("equals", "choice") and not is_list:
+        meant: list[Occurrence] = []
+        if key(flag) in DATA_LISTS:
+            meant = read_data_list(key(flag), words)
+        elif row.verdict in ("equals", "choice"):
+            meant = row.rewrite(words)
+        else:
             reading.foreign.append((flag, words, row))
-            return
-        for ours, values in read_data_list(key(flag), words) if is_list else row.rewrite(words):
+        for ours, values in meant:
             reading.read(ours, values, written=written)
-    except UserError as problem:
-        reading.faults.append(f"{written}: {problem}")
 
 
 def translate_value(flag: str, words: Words) -> tuple[Words, str]:
@@ -197,38 +210,20 @@ def _unknown(reading: Reading, flag: str) -> str:
 # ---------------------------------------------------------------- answers
 
 
-def _fault(flag: str, words: Words, row: CompatibilityRow, config: Config) -> str:
-    """Why a row refuses its flag with these words and settings; empty when it does not."""
-    written = " ".join([flag, *words])
-    if row.verdict == "only" and not words:
-        return f"{flag}: no value follows it (is a shell variable unset?)"
-    if row.verdict == "only" and not set(words) <= set(row.values):
-        return f"{written}: {row.text} (accepted: {', '.join(row.values)})"
-    if row.verdict == "refused":
-        return f"{written}: {row.text}"
-    if row.verdict == "note" and not row.holds(config):
-        return f"{written}: {row.otherwise}"
-    return ""
-
-
 def answer(reading: Reading) -> list[str]:
     """Adds notes and faults about other programs' flags, and returns the services among them that
-    do not exist here. Flags that share a row share its line.
+    do not exist here. Flags with the same answer share its line.
     """
-    notes: dict[tuple[CompatibilityRow, str], list[str]] = defaultdict(list)
-    not_done: dict[tuple[CompatibilityRow, str], list[str]] = defaultdict(list)
+    run = RunView(reading.config, 1, None)
+    answers: dict[tuple[str, str], list[str]] = defaultdict(list)
     for flag, words, row in reading.foreign:
-        if fault := _fault(flag, words, row, reading.config):
-            reading.faults.append(fault)
-        elif row.verdict == "note":
-            notes[row, row.text].append(flag)
-        elif row.verdict == "not_done" and row.when and row.holds(reading.config):
-            notes[row, row.otherwise].append(flag)
-        elif row.verdict == "not_done" and not (words and set(words) <= set(row.values)):
-            not_done[row, row.text].append(flag)
-    noted, missing = (
-        [f"{', '.join(dict.fromkeys(flags))}: {text}" for (_, text), flags in groups.items()]
-        for groups in (notes, not_done)
-    )
-    reading.notes += noted
-    return missing
+        kind, text = row.answer(run, words)
+        if kind == "fault":
+            reading.faults.append(f"{' '.join([flag, *words])}: {text}")
+        else:
+            answers[kind, text].append(flag)
+    lines: dict[str, list[str]] = defaultdict(list)
+    for (kind, text), flags in answers.items():
+        lines[kind].append(f"{', '.join(dict.fromkeys(flags))}: {text}")
+    reading.notes += lines["note"]
+    return lines["missing"]

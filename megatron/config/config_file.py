@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config import compatibility
-from megatron.config.errors import UserError, did_you_mean, first_faults, shortened
+from megatron.config.errors import UserError, collected, did_you_mean, first_faults, shortened
 from megatron.config.groups import GROUPS
 from megatron.config.input_files import (
     SETTINGS_LIMIT,
@@ -30,20 +30,17 @@ def read_config(path: str) -> Reading:
     `chosen`.
     """
     reading, where = Reading(), f"--config {path}"
-    try:
+    with collected(reading.faults, "cannot be read"):
         content = _parse(read_bytes(path, SETTINGS_LIMIT))
         if not isinstance(content, dict):
             raise UserError("expected groups with settings, as --print-config writes them")
         compatibility.check_program(content)
-    except UserError as problem:
-        reading.faults.append(f"{where}: cannot be read: {problem}")
-        return reading
-    has_groups = not content or any(
-        name in GROUPS or (isinstance(value, dict) and name not in SECTIONS)
-        for name, value in content.items()
-    )
-    read = _read_groups if has_groups else _read_flat
-    read(reading, content)
+        is_flat = content and not any(
+            name in GROUPS or (isinstance(value, dict) and name not in SECTIONS)
+            for name, value in content.items()
+        )
+        read = _read_flat if is_flat else _read_groups
+        read(reading, content)
     reading.faults = first_faults([f"{where}: {fault}" for fault in reading.faults], where)
     reading.set_by.clear()
     reading.chosen = {
@@ -74,10 +71,8 @@ def _read_groups(reading: Reading, content: dict[str, Any]) -> None:
                 meant = did_you_mean(str(field), names)
                 reading.faults.append(f"{group} has no setting {_short(field)}{meant}")
                 continue
-            try:
+            with collected(reading.faults, f"{group}.{field} = {_short(value)}"):
                 reading.take(field, FIELDS[field].load(value))
-            except UserError as problem:
-                reading.faults.append(f"{group}.{field} = {_short(value)}: {problem}")
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.config import compatibility
 from megatron.config.derive import RunView, condition_text, data_parallel_size, spelled
-from megatron.config.errors import UserError, first_faults, shortened
+from megatron.config.errors import UserError, about, collected, first_faults, shortened
 from megatron.config.groups import LR_DECAYS
 from megatron.config.input_files import SETTINGS_LIMIT, read_json
 from megatron.config.metadata import flag_name
@@ -138,10 +138,8 @@ class DeepSpeedFile:
         that contradicts a flag.
         """
         flag, ours, bound = flag_name(name), self.reading.value(name), FIELDS[name].bound
-        try:
+        with about(flag):
             value = None if theirs is None else FIELDS[name].load(theirs)
-        except UserError as problem:
-            raise UserError(f"{flag}: {problem}") from None
         is_off = value is None or value is False
         if value == ours:
             return f"equals {'no ' * is_off}{flag}"
@@ -229,20 +227,16 @@ def compare_with_deepspeed(path: str, reading: Reading) -> None:
     """Compare the settings with a DeepSpeed file, and add those that no flag gives."""
     where = f"--deepspeed_config {path}"
     faults: list[str] = []
-    try:
+    keys: dict[str, Any] = {}
+    with collected(faults, "cannot be read"):
         keys = dict(_keys(read_json(path, dict, SETTINGS_LIMIT), faults))
-    except UserError as problem:
-        reading.faults.append(f"{where}: cannot be read: {problem}")
-        return
     if "scheduler.type" in keys:
         keys.setdefault("scheduler.params.warmup_num_steps", 1000)  # DeepSpeed's default
     file = DeepSpeedFile(keys, reading)
     for key in sorted(keys, key=_order):
         shown = f"{key[:80]} = {shortened(json.dumps(keys[key]), 80)}"
-        try:
+        with collected(faults, _section(key, "unsupported") or shown):
             reading.notes.append(f"DeepSpeed's {shown}: {file.answer(key, keys[key])}")
-        except UserError as problem:
-            faults.append(f"{_section(key, 'unsupported') or shown}: {problem}")
     reading.faults += first_faults([f"{where}: {fault}" for fault in dict.fromkeys(faults)], where)
 
 

@@ -8,11 +8,11 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.config.batch_schedule import schedule_words
 from megatron.config.errors import UserError, shortened
-from megatron.config.groups import LR_DECAYS, Config, DecayKind, DistributedConfig
+from megatron.config.groups import GROUPS, LR_DECAYS, Config, DecayKind, DistributedConfig
 from megatron.config.metadata import flag_name
 from megatron.config.model import GATED, yarn_scale
 from megatron.config.options import FIELDS
@@ -126,6 +126,9 @@ class RunView:
         self._derived: dict[str, dict[str, Any]] = {}  # by group: what the configuration lacks
         self._held: dict[str, bool] = {}
         self.notes: list[str] = []
+        # Hundreds of rules ask for fields, thousands of times in a search.
+        for group in GROUPS:
+            self.__dict__.update(vars(getattr(config, group)))
         self.world = world
         self.vocabulary = vocabulary
         self.tp = config.distributed.tensor_model_parallel_size
@@ -134,10 +137,9 @@ class RunView:
         self.dp = data_parallel_size(config, world)
         self.replicas = self.dp * self.cp
 
-    def __getattr__(self, field: str) -> Any:
-        value = getattr(getattr(self._config, FIELDS[field].group), field)
-        setattr(self, field, value)  # hundreds of rules ask again, thousands of times in a search
-        return value
+    if TYPE_CHECKING:
+
+        def __getattr__(self, field: str) -> Any: ...
 
     @property
     def config(self) -> Config:
@@ -296,8 +298,9 @@ def _rope_scaling(run: RunView) -> None:
 
 # ---------------------------------------------------------------- what follows from flags
 
+Replacement = tuple[str, Any, str, str]
 # A field, the value that it gets in place of a given one where conditions hold, and why.
-REPLACED = (
+REPLACED: tuple[Replacement, ...] = (
     ("num_experts", None, "num_experts=1", "one expert is the MLP itself"),
     ("exit_interval", None, "exit_interval=0", ""),
     ("exit_duration_in_mins", None, "exit_duration_in_mins=0.0", ""),
@@ -316,7 +319,7 @@ TO_HOST = "--param-cpu-offload keeps weights where they are stepped"
 ALL_LAYERS = "recompute_granularity=full"
 EVALUATE = "--skip-train trains nothing"
 # A field at its default, the value that it gets where conditions hold, and why.
-DEFAULTS = (
+DEFAULTS: tuple[Replacement, ...] = (
     ("tokenizer_type", "GPT2BPETokenizer", "vocab_file merge_file", GPT2),
     ("tokenizer_type", "NullTokenizer", "mock_data vocab_size", "--mock-data with --vocab-size"),
     ("split", "969,30,1", "data_path", "shares of train, valid and test when none are given"),

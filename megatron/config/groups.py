@@ -81,7 +81,7 @@ class PrecisionConfig:
     """Compute in float16, with fp32 master weights, fp32 gradient accumulation and loss scaling."""
     fp64: bool = flag(False, change=STEPS)
     """Compute everything in float64, to compare runs far below rounding."""
-    fp8_format: Literal["e4m3", "hybrid"] | None = flag(None, change=STEPS)
+    fp8_format: Literal["e4m3", "hybrid"] | None = flag(change=STEPS)
     """Compute the GEMMs of wide linear layers in FP8: e4m3, or hybrid with e5m2 for the gradients
     of outputs. Everything else keeps its precision."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = fp8_flag("tensorwise")
@@ -97,7 +97,7 @@ class PrecisionConfig:
     """Number of first layers for --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = first_last_flag(1)
     """Number of last layers for --first-last-layers-bf16."""
-    loss_scale: float | None = flag(None, bound=LOSS_SCALE, idle_without="fp16", change=STEPS)
+    loss_scale: float | None = flag(bound=LOSS_SCALE, idle_without="fp16", change=STEPS)
     """Static loss scale for fp16; dynamic when not given."""
     initial_loss_scale: float = dynamic_scale_flag(2.0**32, bound=LOSS_SCALE, change=ROUNDING)
     """Where dynamic loss scaling starts."""
@@ -115,7 +115,7 @@ class DataConfig:
 
     data_path: Prefixes | None = None
     """Prefixes of .bin/.idx files, or `weight prefix weight prefix ...`, divided by --split."""
-    split: str | None = flag(None, idle_without="data_path")
+    split: str | None = flag(idle_without="data_path")
     """Shares of train,valid,test in --data-path, contiguous over documents. Default: 969,30,1."""
     train_data_path: Prefixes | None = None
     """Training prefixes, with or without weights (instead of --data-path and --split)."""
@@ -125,7 +125,7 @@ class DataConfig:
     """Test prefixes, with or without weights."""
     mock_data: bool = False
     """Train on computed tokens instead of files."""
-    seq_length: int | None = flag(None, change=LENGTH)
+    seq_length: int | None = flag(change=LENGTH)
     """Tokens in a sample."""
     reset_position_ids: bool = flag(False, change=OBJECTIVE)
     """Count positions from zero after each end-of-document token."""
@@ -135,15 +135,15 @@ class DataConfig:
     """Take no loss at end-of-document tokens."""
     check_data: bool = flag(False, idle_without="mock_data=False")
     """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
-    tokenizer_type: TokenizerType | None = flag(None, change=TOKENIZER)
+    tokenizer_type: TokenizerType | None = flag(change=TOKENIZER)
     """Kind of tokenizer."""
-    tokenizer_model: str | None = flag(None, idle_without=MODEL_FILE, change=TOKENIZER_FILE)
+    tokenizer_model: str | None = flag(idle_without=MODEL_FILE, change=TOKENIZER_FILE)
     """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
-    vocab_file: str | None = flag(None, idle_without=GPT2_BPE, change=TOKENIZER_FILE)
+    vocab_file: str | None = flag(idle_without=GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE vocabulary (JSON)."""
-    merge_file: str | None = flag(None, idle_without=GPT2_BPE, change=TOKENIZER_FILE)
+    merge_file: str | None = flag(idle_without=GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE merges."""
-    vocab_size: int | None = flag(None, change=TOKENIZER)
+    vocab_size: int | None = flag(change=TOKENIZER)
     """Vocabulary, if larger than the tokenizer's; required by the NullTokenizer, without its end of
     document."""
 
@@ -154,20 +154,20 @@ class TrainingConfig:
 
     micro_batch_size: int | None = flag(None, "--batch-size", change=ROUNDING)
     """Samples in one forward pass of one data-parallel rank."""
-    global_batch_size: int | None = flag(None, change=BATCHES)
+    global_batch_size: int | None = flag(change=BATCHES)
     """Samples of an optimizer step. Default: micro-batch-size x data-parallel size."""
-    rampup_batch_size: tuple[int, ...] | None = flag(None, change=BATCHES)
+    rampup_batch_size: tuple[int, ...] | None = flag(change=BATCHES)
     """`start increment samples`: grow the global batch by increment over the first samples."""
-    step_batch_size_schedule: tuple[str, ...] | None = flag(None, change=BATCHES)
+    step_batch_size_schedule: tuple[str, ...] | None = flag(change=BATCHES)
     """`TOKENS:SAMPLES ...`, such as 0:16 2.4B:320: the global batch size from each number of
     consumed tokens on. Suffixes: K, M, B, T."""
-    train_iters: int | None = not_negative(None)
+    train_iters: int | None = not_negative()
     """Optimizer steps of the run."""
     train_samples: int | None = None
     """Samples of the run (instead of --train-iters)."""
-    exit_interval: int | None = not_negative(None)
+    exit_interval: int | None = not_negative()
     """Save and exit at iterations divisible by this; 0: never."""
-    exit_duration_in_mins: float | None = not_negative(None)
+    exit_duration_in_mins: float | None = not_negative()
     """Save and exit after this many minutes; 0: never."""
     manual_gc: bool = True
     """Collect Python's garbage on all ranks at the same iterations: none waits for another's."""
@@ -185,21 +185,21 @@ class TrainingConfig:
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute in the backward pass: full layers, or the --recompute-modules (selective)."""
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(
-        None, needs="recompute_granularity=selective"
+        needs="recompute_granularity=selective"
     )
     """Modules for selective recomputation: core_attn (default), qkv, mla_up_proj (queries, keys and
     values of latent attention), layernorm, mlp_act (activation), mlp (fc1 and activation), moe_act
     (activation of experts), moe (experts with dispatch)."""
     recompute_method: Literal["uniform", "block"] | None = flag(
-        None, idle_without="recompute_granularity=full"
+        idle_without="recompute_granularity=full"
     )
     """uniform: all layers, in groups of --recompute-num-layers that keep one input. block: the
     first --recompute-num-layers of each (virtual) stage. Default: uniform."""
-    recompute_num_layers: int | None = flag(None, idle_without="recompute_granularity=full")
+    recompute_num_layers: int | None = flag(idle_without="recompute_granularity=full")
     """Layers of a group, or of each stage, see --recompute-method. Default of uniform: 1."""
     recompute: Literal["auto"] | None = None
     """auto: choose the fastest recomputation that fits --memory-budget, and print why."""
-    memory_budget: float | None = flag(None, needs="recompute=auto")
+    memory_budget: float | None = flag(needs="recompute=auto")
     """GiB per device that --recompute auto may plan for; keep room for what --dry-run lists as
     uncounted."""
     recompute_layers: tuple[str, ...] | None = None
@@ -211,7 +211,7 @@ class TrainingConfig:
     """With full recomputation: shard saved layer inputs over the tensor-parallel ranks."""
     activation_offload: bool = False
     """Keep saved activations in pinned host memory, copied back one pass ahead."""
-    offload_modules: tuple[OffloadModule, ...] | None = offload_flag(None)
+    offload_modules: tuple[OffloadModule, ...] | None = offload_flag()
     """Modules whose saved inputs are offloaded, by default all: layer_input (of layers that are
     recomputed whole), attn_norm, qkv_linear, core_attn (with its statistics), attn_proj (needs
     core_attn), mlp_norm, mlp_fc1, mlp_act, mlp_fc2."""
@@ -283,24 +283,22 @@ class OptimizerConfig:
         1.0, bound=SHARE, needs="optimizer_cpu_offload", change=ROUNDING
     )
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
-    optimizer_nvme_offload: str | None = flag(None, needs="optimizer=adam")
+    optimizer_nvme_offload: str | None = flag(needs="optimizer=adam")
     """Keep master weights and moments in files in this folder, on a local disk of each node; sets
     --optimizer-cpu-offload."""
     param_cpu_offload: bool = flag(False, needs="optimizer=adam zero_stage=3")
     """With --zero-stage 3: keep frozen and CPU-updated weights in host memory between uses; sets
     --optimizer-cpu-offload."""
-    freeze: str | None = flag(None, change=STEPS)
+    freeze: str | None = flag(change=STEPS)
     """Parts to freeze, such as embedding,layers.0-3,head. Positions go with the first layer, the
     final norm with the last."""
-    lr: float | None = not_negative(None)
+    lr: float | None = not_negative()
     """Peak learning rate."""
     min_lr: float = not_negative(0.0, idle_without="decays=True")
     """Learning rate at the end of the decay."""
-    decoupled_lr: float | None = not_negative(None)
+    decoupled_lr: float | None = not_negative()
     """Peak learning rate of word embedding and head, on the same schedule. Default: lr."""
-    decoupled_min_lr: float | None = not_negative(
-        None, needs="decoupled_lr", idle_without="decays=True"
-    )
+    decoupled_min_lr: float | None = not_negative(needs="decoupled_lr", idle_without="decays=True")
     """With --decoupled-lr: their learning rate at the end of the decay. Default: min-lr."""
     lr_decay_style: Literal[*LR_DECAYS] = "linear"  # type: ignore[valid-type]
     """Shape of the decay after warm-up."""
@@ -312,21 +310,21 @@ class OptimizerConfig:
     """Iterations of linear warm-up."""
     lr_warmup_samples: int = not_negative(0)
     """Samples of linear warm-up."""
-    lr_warmup_fraction: float | None = flag(None, bound=BELOW_ONE)
+    lr_warmup_fraction: float | None = flag(bound=BELOW_ONE)
     """Warm-up as a share of the decay."""
     lr_warmup_init: float = not_negative(0.0, idle_without=WARMUP)
     """Learning rate at which the warm-up starts."""
     lr_wsd_decay_style: Literal[*FINAL_DECAYS] = wsd_flag("exponential")  # type: ignore[valid-type]
     """Shape of the final decay of WSD."""
-    lr_wsd_decay_iters: int | None = wsd_flag(None)
+    lr_wsd_decay_iters: int | None = wsd_flag()
     """Iterations of the final decay of WSD."""
-    lr_wsd_decay_samples: int | None = wsd_flag(None)
+    lr_wsd_decay_samples: int | None = wsd_flag()
     """Samples of the final decay of WSD."""
     weight_decay: float = not_negative(0.01)
     """Weight decay; biases and one-dimensional parameters have none."""
-    start_weight_decay: float | None = not_negative(None, needs=CHANGING)
+    start_weight_decay: float | None = not_negative(needs=CHANGING)
     """Weight decay at the start of a run in which it changes."""
-    end_weight_decay: float | None = not_negative(None, needs=CHANGING)
+    end_weight_decay: float | None = not_negative(needs=CHANGING)
     """Weight decay at the end of a run in which it changes."""
     weight_decay_incr_style: WeightDecayChange = "constant"
     """Shape of the change of weight decay from start to end of the run."""
@@ -368,7 +366,7 @@ class CheckpointConfig:
     """Iterations between checkpoints; one is always written at the end, with 0 no other."""
     load: str | None = None
     """Folder to resume from. When it equals --save it may still be empty."""
-    ckpt_step: int | None = not_negative(None, needs="load")
+    ckpt_step: int | None = not_negative(needs="load")
     """Load this iteration instead of the latest."""
     finetune: bool = flag(False, needs="load")
     """Load weights only; start at iteration 0."""
@@ -389,7 +387,7 @@ class CheckpointConfig:
     """How replicas divide the writing: balanced, an equal part each; owner, the first rank all."""
     async_save: bool = save_flag(False)
     """Write checkpoints in the background; training waits only for a copy into host memory."""
-    async_save_host_memory: float | None = flag(None, needs="async_save")
+    async_save_host_memory: float | None = flag(needs="async_save")
     """Most GiB of host memory of a rank's background save. Default: its whole shard."""
     local_checkpoint_dir: str | None = flag(
         None, "--non-persistent-local-ckpt-dir", needs="save local_save_interval"
@@ -399,11 +397,11 @@ class CheckpointConfig:
     """Iterations between checkpoints in --local-checkpoint-dir."""
     local_redundancy: Literal["none", "partner", "xor"] = local_flag("none")
     """Rebuild a lost node from another's copy (partner) or parity blocks of up to 8 nodes (xor)."""
-    save_rate_limit: float | None = flag(None, bound=RATE, idle_without="async_save")
+    save_rate_limit: float | None = flag(bound=RATE, idle_without="async_save")
     """Most MB/s that each rank's background save sends to --save."""
-    save_retain_interval: int | None = save_flag(None)
+    save_retain_interval: int | None = save_flag()
     """Keep checkpoints at multiples of this, and the last --save-keep-last of the others."""
-    save_keep_last: int | None = save_flag(None)
+    save_keep_last: int | None = save_flag()
     """Newest checkpoints to keep. Default: all; 1 with --save-retain-interval."""
     verify_integrity: bool = flag(False, needs="save")
     """Read every checkpoint back from the disk and verify it before it counts as saved."""
@@ -431,7 +429,7 @@ class LoggingConfig:
     """Measure the compute time of each rank, and name one that keeps the others waiting."""
     straggler_threshold: float = not_negative(0.1)
     """How much slower than its peers a rank must be to be named: 0.1 is 10%."""
-    pipeline_timeline: str | None = flag(None, idle_without=PIPELINE)
+    pipeline_timeline: str | None = flag(idle_without=PIPELINE)
     """Write the last logged step's time line of each pipeline rank (tools/plot_schedule.py)."""
     profile: bool = False
     """Record some steps with torch's profiler, a Chrome trace per rank, in --profile-dir."""
@@ -458,13 +456,13 @@ class LoggingConfig:
     """Iterations between TensorBoard and wandb points (at most one per --log-interval)."""
     wandb_project: str | None = None
     """Log to this wandb project (WANDB_MODE=offline works)."""
-    wandb_exp_name: str | None = wandb_flag(None)
+    wandb_exp_name: str | None = wandb_flag()
     """Name of the wandb run."""
-    wandb_group: str | None = wandb_flag(None)
+    wandb_group: str | None = wandb_flag()
     """Group of the wandb run: wandb shows the runs of a group together."""
-    wandb_save_dir: str | None = wandb_flag(None)
+    wandb_save_dir: str | None = wandb_flag()
     """Folder of wandb's files. Default: <save>/wandb."""
-    wandb_entity: str | None = wandb_flag(None)
+    wandb_entity: str | None = wandb_flag()
     """wandb entity (user or team)."""
     peak_tflops: float | None = None
     """Peak TFLOP/s of a device, for MFU. Default: the known device's; else no MFU."""
@@ -480,9 +478,7 @@ class DistributedConfig:
     """Ranks over which the positions of each sample are divided (CP)."""
     expert_model_parallel_size: int = flag(1, needs="num_experts", change=ROUNDING)
     """Ranks that share the experts of a layer (EP), within a stage's TP x CP x DP ranks."""
-    expert_tensor_parallel_size: int | None = flag(
-        None, idle_without="num_experts", change=ROUNDING
-    )
+    expert_tensor_parallel_size: int | None = flag(idle_without="num_experts", change=ROUNDING)
     """Ranks that share each expert's matrices (ETP). Default: tensor-model-parallel-size."""
     overlap_moe_expert_parallel_comm: bool = flag(False, needs="expert_model_parallel_size>1")
     """Run each backward pass with a later micro-batch's forward pass, layer by layer, so that token
@@ -493,7 +489,7 @@ class DistributedConfig:
     """Attention across context-parallel ranks: gather keys and values (allgather), pass them in a
     ring (p2p), exchange heads for positions (a2a), or a ring of a2a groups (a2a+p2p)."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
-        None, needs="cp_comm_type=a2a+p2p", change=ROUNDING
+        needs="cp_comm_type=a2a+p2p", change=ROUNDING
     )
     """For --cp-comm-type a2a+p2p: size of the a2a groups (within a node) and of the ring."""
     pipeline_model_parallel_size: int = 1
@@ -502,19 +498,19 @@ class DistributedConfig:
         None, change=ROUNDING
     )
     """Order of forward and backward passes. Default: 1f1b, or interleaved with virtual stages."""
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, change=ROUNDING)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(change=ROUNDING)
     """Stages that each pipeline rank holds (virtual stages): 1 by default, 2 with zero-bubble-v."""
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, idle_without=PIPELINE)
+    num_layers_per_virtual_pipeline_stage: int | None = flag(idle_without=PIPELINE)
     """Layers of each virtual stage; another way to give the number of virtual stages."""
-    decoder_first_pipeline_num_layers: int | None = pipeline_flag(None)
+    decoder_first_pipeline_num_layers: int | None = pipeline_flag()
     """Layers of the first pipeline rank; ranks without a given number share the others evenly."""
-    decoder_last_pipeline_num_layers: int | None = pipeline_flag(None)
+    decoder_last_pipeline_num_layers: int | None = pipeline_flag()
     """Layers of the last pipeline rank; ranks without a given number share the others evenly."""
     account_for_embedding_in_pipeline_split: bool = pipeline_flag(False)
     """Count the embedding as a layer of the first stage when layers are divided evenly."""
     account_for_loss_in_pipeline_split: bool = pipeline_flag(False)
     """Count head and loss as a layer of the last stage when layers are divided evenly."""
-    pipeline_model_parallel_layout: str | None = pipeline_flag(None)
+    pipeline_model_parallel_layout: str | None = pipeline_flag()
     """Stages as text, E embedding, t layer, L head and loss: Et*3|(tt|)*6tL; auto: by cost."""
     sequence_parallel: bool = flag(False, change=ROUNDING)
     """Shard activations of norms, dropout and residuals over the TP ranks. Sends no more bytes."""
@@ -524,7 +520,7 @@ class DistributedConfig:
     """Reduce gradients during the backward pass. Costs time on CPUs whose cores all compute."""
     zero_stage: Literal[0, 1, 2, 3] = flag(0, change=ROUNDING)
     """ZeRO: data-parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights."""
-    zero_shard_size: int | None = flag(None, needs="zero_stage>0", change=ROUNDING)
+    zero_shard_size: int | None = flag(needs="zero_stage>0", change=ROUNDING)
     """Neighbouring data-parallel ranks that ZeRO shards over, such as a node's; each group holds a
     copy. Default: all."""
     zero3_keep_gathered: bool = flag(False, needs="zero_stage=3")

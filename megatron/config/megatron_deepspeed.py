@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.derive import spelled
-from megatron.config.errors import UserError
+from megatron.config.errors import UserError, collected
 from megatron.config.input_files import read_json
 from megatron.config.metadata import flag_name
 from megatron.config.options import FIELDS, Words, key, shown
@@ -40,10 +40,8 @@ def read_together(reading: Reading) -> None:
     for name, function in FUNCTIONS.items():
         if name in given:
             words = given.pop(name)
-            try:
+            with collected(reading.faults, shown(name, words)):
                 function(reading, words)
-            except UserError as problem:
-                reading.faults.append(f"{shown(name, words)}: {problem}")
     # 2. Lengths in tokens, and experts.
     together = Together(given, reading)
     lengths = [name for name in given if name in LENGTHS]

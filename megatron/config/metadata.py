@@ -86,7 +86,7 @@ BATCHES = ChangeRule(accept="batch", what="the steps' batches")
 
 
 def flag(
-    default: Any,
+    default: Any = None,
     *names: str,
     off: str = "",
     bound: Bound | None = None,

@@ -50,23 +50,21 @@ GATED = tuple(kind for kind, is_gated in ACTIVATIONS.items() if is_gated)
 class ModelConfig:
     """Shape of the transformer, attention, experts, kernels."""
 
-    num_layers: int | None = model_flag(None)
+    num_layers: int | None = model_flag()
     """Number of transformer layers."""
-    hidden_size: int | None = model_flag(None)
+    hidden_size: int | None = model_flag()
     """Hidden size of the transformer."""
-    ffn_hidden_size: int | None = model_flag(None)
+    ffn_hidden_size: int | None = model_flag()
     """MLP width. Default: 4 x hidden-size; for gated activations 2/3 of it, a multiple of 64."""
-    num_attention_heads: int | None = model_flag(None)
+    num_attention_heads: int | None = model_flag()
     """Number of query heads."""
-    kv_channels: int | None = model_flag(None)
+    kv_channels: int | None = model_flag()
     """Width of one attention head. Default: hidden-size / num-attention-heads."""
     group_query_attention: bool = model_flag(False)
     """Share each key/value head between several query heads (--num-query-groups)."""
-    num_query_groups: int | None = model_flag(
-        None, needs="group_query_attention|one_group_a_head=True"
-    )
+    num_query_groups: int | None = model_flag(needs="group_query_attention|one_group_a_head=True")
     """Number of key/value heads when --group-query-attention is given."""
-    max_position_embeddings: int | None = position_flag(None)
+    max_position_embeddings: int | None = position_flag()
     """Longest sequence: rows of a learned position table. Default: seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = position_flag(
         "learned_absolute"
@@ -76,11 +74,11 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = position_flag(1.0, bound=SHARE, idle_without=ROTARY)
     """Share of each head's channels that rotates."""
-    no_rope_freq: str | None = position_flag(None, idle_without=ROTARY)
+    no_rope_freq: str | None = position_flag(idle_without=ROTARY)
     """Layers whose queries and keys do not rotate, by default none: N for every N-th, or a list
     with 1 for each such layer and 0 for each that rotates, such as [0,0,0,1]*8."""
     rotary_seq_len_interpolation_factor: float | None = position_flag(
-        None, needs="position_embedding_type=rope"
+        needs="position_embedding_type=rope"
     )
     """Divide rotary positions by this factor (linear scaling)."""
     use_rope_scaling: bool = position_flag(False, needs="position_embedding_type=rope")
@@ -111,14 +109,14 @@ class ModelConfig:
     """A bias in the QKV projection only, when --disable-bias-linear is given."""
     qk_layernorm: bool = model_flag(False)
     """Normalize each head's queries and keys, with --multi-latent-attention the latent vectors."""
-    window_size: int | None = model_flag(None)
+    window_size: int | None = model_flag()
     """Sliding-window attention: each token attends to this many latest tokens, itself included."""
-    window_attn_skip_freq: str | None = model_flag(None, needs="window_size")
+    window_attn_skip_freq: str | None = model_flag(needs="window_size")
     """Which layers have the window, by default all: N for all but every N-th, or a list with 1 for
     each layer that has it and 0 for each that attends to all tokens, such as [1,1,1,0]*8."""
-    attn_logit_softcapping: float | None = model_flag(None)
+    attn_logit_softcapping: float | None = model_flag()
     """Bound attention scores smoothly: cap x tanh(score / cap)."""
-    final_logit_softcapping: float | None = model_flag(None)
+    final_logit_softcapping: float | None = model_flag()
     """Bound the logits smoothly: cap x tanh(logit / cap)."""
     z_loss_coeff: float = flag(0.0, bound=NOT_NEGATIVE, change=STEPS)
     """Add coeff x (log sum exp of the logits)^2 to each token's loss during training."""
@@ -132,7 +130,7 @@ class ModelConfig:
     """Standard deviation of the initial weights; residual outputs: / sqrt(2 x num-layers)."""
     make_vocab_size_divisible_by: int = model_flag(128)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    padded_vocab_size: int | None = model_flag(None)
+    padded_vocab_size: int | None = model_flag()
     """Rows of embedding and head. Default: see --make-vocab-size-divisible-by."""
     attention_backend: Literal["auto", "gluon", "triton", "fa4", "sdpa", "plain"] = kernel_flag()
     """Attention kernel: ours in Triton or, for Hopper, Gluon; FlashAttention-4 (fa4) or another of
@@ -162,9 +160,9 @@ class ModelConfig:
     memory. Start with sequence / hidden size, rounded up; more make GEMMs too small for a GPU."""
 
     # Mixture of experts (MoE)
-    num_experts: int | None = model_flag(None)
+    num_experts: int | None = model_flag()
     """Experts of each mixture-of-experts (MoE) layer; a router chooses some for each token."""
-    moe_ffn_hidden_size: int | None = expert_flag(None)
+    moe_ffn_hidden_size: int | None = expert_flag()
     """Width of an expert. Default: ffn-hidden-size."""
     moe_layer_freq: str = expert_flag("1")
     """Layers with experts: N for every N-th from the first on, or a list such as [0]*3+[1]*58."""
@@ -178,11 +176,11 @@ class ModelConfig:
         False, idle_without="moe_router_score_function=softmax"
     )
     """Apply the softmax to the logits of all experts, not to those of the chosen ones."""
-    moe_router_num_groups: int | None = expert_flag(None)
+    moe_router_num_groups: int | None = expert_flag()
     """Groups of neighbouring experts; a token uses the best --moe-router-group-topk of them."""
-    moe_router_group_topk: int | None = model_flag(None, needs="num_experts moe_router_num_groups")
+    moe_router_group_topk: int | None = model_flag(needs="num_experts moe_router_num_groups")
     """Groups that a token's experts are chosen from."""
-    moe_router_topk_scaling_factor: float | None = expert_flag(None)
+    moe_router_topk_scaling_factor: float | None = expert_flag()
     """Factor of the weights of the chosen experts."""
     moe_router_enable_expert_bias: bool = expert_flag(False)
     """Balance experts by a bias on scores, updated each step; needs sigmoid or sqrtsoftplus."""
@@ -209,14 +207,14 @@ class ModelConfig:
         "alltoall", idle_without="num_experts", change=ROUNDING
     )
     """How tokens reach experts; allgather sends less with fewer EP ranks than experts a token."""
-    moe_expert_capacity_factor: float | None = expert_steps_flag(None)
+    moe_expert_capacity_factor: float | None = expert_steps_flag()
     """Most tokens of an expert in a micro-batch, in even shares; the rest skip it.
     Default: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = flag(
         "probs", needs="num_experts moe_expert_capacity_factor", change=STEPS
     )
     """Tokens that an expert at capacity takes: the greatest weights, or the first ones."""
-    moe_shared_expert_intermediate_size: int | None = expert_flag(None)
+    moe_shared_expert_intermediate_size: int | None = expert_flag()
     """Width of an MLP for all tokens in addition to the experts (shared experts)."""
     moe_shared_expert_gate: bool = model_flag(
         False, needs="num_experts moe_shared_expert_intermediate_size"
@@ -231,7 +229,7 @@ class ModelConfig:
     # Multi-head latent attention (MLA)
     multi_latent_attention: bool = model_flag(False)
     """Multi-head latent attention (MLA): keys and values come from one narrow vector a token."""
-    q_lora_rank: int | None = latent_flag(None)
+    q_lora_rank: int | None = latent_flag()
     """Width of the latent vector of queries. Default: queries come from the token itself."""
     kv_lora_rank: int = latent_flag(32)
     """Width of the latent vector of keys and values."""
@@ -241,11 +239,9 @@ class ModelConfig:
     """Channels of a head's queries and keys that rotate; keys share them over all heads."""
     v_head_dim: int = latent_flag(128)
     """Channels of a head's values."""
-    rope_type: Literal["rope", "yarn"] | None = model_flag(
-        None, idle_without="multi_latent_attention"
-    )
+    rope_type: Literal["rope", "yarn"] | None = model_flag(idle_without="multi_latent_attention")
     """Rotary positions of latent attention. Default: yarn, as in Megatron-LM."""
-    latent_norm_epsilon: float | None = latent_flag(None)
+    latent_norm_epsilon: float | None = latent_flag()
     """Epsilon of the latent vectors' norms. Default: norm-epsilon; Hugging Face's models: 1e-6."""
     mscale: float = yarn_flag(1.0, bound=NOT_NEGATIVE, needs=f"multi_latent_attention {YARN}")
     """YaRN: scale the rotary table by m(mscale) / m(mscale-all-dim), where m(x) is

@@ -11,7 +11,6 @@ import inspect
 import json
 import math
 import re
-import types
 import typing
 from dataclasses import dataclass
 from typing import Any
@@ -124,13 +123,12 @@ class Option:
         """The field's value from one read in a configuration file; raises UserError."""
         if value is None and self.optional:
             return None
-        items = value if isinstance(value, list) and self.many and value else [value]
-        expected = (bool,) if self.kind is bool else (str, int, float)
+        items = value if self.many and value and isinstance(value, list) else [value]
+        is_strict = self.kind in (bool, str) and not self.many
+        expected: tuple[type, ...] = (self.kind,) if is_strict else (str, int, float)
         if any(type(item) not in expected for item in items):
             listed = "a list of words or numbers" if self.many else KINDS[self.kind]
             raise UserError(f"expected {listed}")
-        if self.kind is str and not (self.many or isinstance(value, str)):
-            raise UserError("expected a string")
         values = tuple(self.convert(as_word(item)) for item in items)
         return values if self.many else values[0]
 
@@ -155,13 +153,12 @@ def _option(group: str, field: dataclasses.Field, annotation: Any) -> Option:
     """One option from a field's type: bool, int, float, str, Literal, tuple[X, ...], and each of
     them or None.
     """
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    members = typing.get_args(annotation) if union else (annotation,)
-    (inner,) = [member for member in members if member is not type(None)]
+    optional = type(None) in typing.get_args(annotation)
+    inner = typing.get_args(annotation)[0] if optional else annotation
     many = typing.get_origin(inner) is tuple
     if many:
         inner = typing.get_args(inner)[0]
-    choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
+    choices = typing.get_args(inner)
     kind = type(choices[0]) if choices else inner
     declared = dict(field.metadata or flag(None).metadata)
     names = (flag_name(field.name), *declared.pop("names"))
@@ -176,7 +173,7 @@ def _option(group: str, field: dataclasses.Field, annotation: Any) -> Option:
         kind=kind,
         choices=choices,
         many=many,
-        optional=type(None) in members,
+        optional=optional,
         default=field.default,
         **declared,
     )

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron.config.derive import RunView, expert_ranks, rescales_scores
-from megatron.config.errors import UserError, about
+from megatron.config.errors import about
 from megatron.config.fp8 import BLOCK, MULTIPLE, layer_in_fp8, linear_shapes, wide_linears
 from megatron.config.layers import expert_pattern, read_pattern
 from megatron.config.metadata import flag_name
@@ -44,10 +44,9 @@ def pattern(run: RunView, field: str) -> Faults:
     """A flag that chooses which layers are of a kind must be read."""
     is_idle = field == "moe_layer_freq" and run.num_experts is None
     if run.has("num_layers", field) and not is_idle:
-        try:
+        with about(flag_name(field)):
             PATTERNS[field](getattr(run, field), run.num_layers)
-        except UserError as problem:
-            yield f"{flag_name(field)} {problem}"
+    return iter(())
 
 
 # ---------------------------------------------------------------- experts

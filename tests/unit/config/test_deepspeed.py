@@ -94,7 +94,7 @@ optimizer.type=1 optimizer.params.betas=1
     fault --initial-loss-scale must be from 2**-126 to 2**127
     fault bf16.enabled = 1: --bf16: expected true or false
     fault --zero-stage: expected a number
-    fault --optimizer: expected a string
+    fault --optimizer: expected text
     fault expected a list of two numbers
 fp16={"enabled":true,"initial_scale_power":"16"} | --fp16
     fault initial_scale_power = "16": expected a number
