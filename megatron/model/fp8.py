@@ -133,23 +133,21 @@ class Fp8Gemms:
         """The factors in 8 bits, scaled by the maxima of the whole tensors."""
         # The maxima of all factors first, so that one all-reduce an axis serves them; none where no
         # other rank has parts, and what quantises may find them itself.
-        shares = [self._shares(factor) for factor in factors]
         found: list[Maxima | None] = []
-        for factor, of_axes in zip(factors, shares, strict=True):
+        shared: list[tuple[Axis, Tensor]] = []
+        for factor in factors:
             find = find_maxima if factor.x.is_cuda else maxima_reference
-            found.append(find(factor.x, self.scaling) if any(map(any, of_axes)) else None)
-        for index, axis in enumerate((self.axis, self.cp)):
-            shared = [
-                amax
-                for maxima, of_axes in zip(found, shares, strict=True)
-                if maxima is not None
-                for amax, is_shared in zip(maxima, of_axes[index], strict=True)
-                if is_shared
-            ]
-            if shared:
-                greatest = all_reduce_max(torch.cat(shared), axis)
-                sizes = [len(amax) for amax in shared]
-                for amax, whole in zip(shared, greatest.split(sizes), strict=True):
+            spans = self._spans(factor)
+            maxima = find(factor.x, self.scaling) if any(spans) else None
+            found.append(maxima)
+            for axes, amax in zip(spans, maxima or ()):
+                shared += [(axis, amax) for axis in axes]
+        for axis in (self.axis, self.cp):
+            parts = [amax for over, amax in shared if over is axis]
+            if parts:
+                greatest = all_reduce_max(torch.cat(parts), axis)
+                sizes = [len(amax) for amax in parts]
+                for amax, whole in zip(parts, greatest.split(sizes), strict=True):
                     amax.copy_(whole)
         return [
             (quantise if factor.x.is_cuda else quantise_by_definition)(
@@ -163,19 +161,22 @@ class Fp8Gemms:
             for factor, maxima in zip(factors, found, strict=True)
         ]
 
-    def _shares(self, factor: Factor) -> tuple[tuple[bool, bool], tuple[bool, bool]]:
-        """Whether ranks of `axis`, and of `cp`, hold parts of what shares a scale in what is wanted
-        of a factor, as it is and transposed.
+    def _spans(self, factor: Factor) -> list[list[Axis]]:
+        """The axes whose ranks hold parts of what shares a scale, of a factor as it is and
+        transposed; none of what is not wanted.
         """
-        whole = self.scaling == "tensor"
-        # A row's scale spans the summed dimension: ranks share it where that is cut. Blocks never
-        # cross ranks.
-        is_cut = factor.split is not None and self.scaling != "block"
-        rows, columns = (is_cut and (whole or factor.split == summed) for summed in (1, 0))
-        # Context-parallel ranks hold other rows: only a scale of the whole tensor spans them.
-        tokens = whole and factor.of_tokens and self.cp.size > 1
-        of_axis = factor.plain and rows, factor.transposed and columns
-        return of_axis, (factor.plain and tokens, factor.transposed and tokens)
+        is_whole = self.scaling == "tensor"
+        spans = []
+        for is_wanted, summed in ((factor.plain, 1), (factor.transposed, 0)):
+            # A row's scale spans the summed dimension: ranks share it where that is cut. Blocks
+            # never cross ranks.
+            is_cut = is_whole or (self.scaling == "row" and factor.split == summed)
+            axes = [self.axis] if is_cut and factor.split is not None else []
+            # Context-parallel ranks hold other rows: only a scale of the whole tensor spans them.
+            if is_whole and factor.of_tokens and self.cp.size > 1:
+                axes.append(self.cp)
+            spans.append(axes if is_wanted else [])
+        return spans
 
 
 def scaled_gemm(
@@ -211,13 +212,12 @@ def mark_fp8(
     """Let the linear layer of this weight, of which the ranks of `axis` share dimension `split`,
     form its GEMMs of 8-bit floats. `cp`: the context-parallel ranks.
     """
-    is_shared = axis.size > 1
     gemms = Fp8Gemms(
         SCALINGS[precision.fp8_recipe],
         E5M2 if precision.fp8_format == "hybrid" else E4M3,
         precision.fp8_wgrad and precision.fp8_recipe != "rowwise",
-        split if is_shared else None,
-        axis if is_shared else ALONE,
+        split if axis.size > 1 else None,
+        axis,
         cp,
     )
     setattr(weight, FP8, gemms)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from megatron.model.layer import (
     HeadLayer,
     Layer,
     MicroBatch,
-    ScalarSpec,
     TransformerLayer,
 )
 from megatron.model.recompute import stage_offload, stage_recompute
@@ -95,27 +95,15 @@ class GPTModel(nn.Module):
         rotates = config.position_embedding_type in ("rope", "yarn")
         self.rotary = RotaryTables(config, dtype) if rotates else None
         self.stages = stages
-        self.layers_by_stage = [self._layers_of(stage) for stage in stages]
-        self.scalars = self._scalars()
-
-    def _scalars(self) -> tuple[ScalarSpec, ...]:
-        """What the layers of the whole model return alongside their output, the same on every rank.
-        Layers that return a number of the same name share its sum.
-        """
-        specs: dict[ScalarSpec, None] = {}
-        for index in range(self.config.num_layers):
-            own = self.layer_class.scalars(self.config, index, self.tp.sequence)
-            specs |= dict.fromkeys(own)
-        return tuple(specs)
-
-    def _layers_of(self, stage: Stage) -> list[tuple[str, Layer]]:
-        """The named layers of a stage."""
-        layers: Any = self.layers
-        return [
-            *([("embedding", self.embedding)] if stage.embedding else []),
-            *((f"layers.{i}", layers[str(i)]) for i in stage.layers),
-            *([("head", self.head)] if stage.head else []),
+        names = layer_names(config)
+        self.layers_by_stage: list[list[tuple[str, Any]]] = [
+            [(names[unit], self.get_submodule(names[unit])) for unit in stage.units]
+            for stage in stages
         ]
+        # What the layers of the whole model return alongside their output, the same on every rank.
+        # Layers that return a number of the same name share its sum.
+        specs = (self.layer_class.scalars(config, i, tp.sequence) for i in range(config.num_layers))
+        self.scalars = tuple(dict.fromkeys(chain.from_iterable(specs)))
 
     def choose_recompute(self, training: TrainingConfig) -> None:
         """Choose what backward passes recompute, and what waits on the host for them."""

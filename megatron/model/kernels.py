@@ -191,7 +191,7 @@ def _unable_grouped(config: Config, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "float64"
     # grouped_mm reads rows of 16 bytes
-    width = (config.model.moe_ffn_hidden_size or 0) // expert_ranks(config).etp
+    width = config.model.moe_ffn_hidden_size // expert_ranks(config).etp
     for flag, size in (("--hidden-size", config.model.hidden_size), ("an expert's width", width)):
         if size * dtype.itemsize % 16:
             return f"{flag} {size} is not a multiple of 16 bytes"
@@ -258,14 +258,13 @@ SMALL_GEMM = {"cuda": 2.5e9, "cpu": 4e6}
 def expert_gemm_flops(config: Config) -> float:
     """FLOPs of the first GEMM of an expert over its balanced rows of a micro-batch."""
     model, distributed = config.model, config.distributed
-    assert model.num_experts is not None
     etp, ep = expert_ranks(config)
     tp = distributed.tensor_model_parallel_size  # tokens are shared by sequence parallelism
     tokens = config.training.micro_batch_size * config.data.seq_length
     # Tokens of this rank, times choices, from all ranks whose tokens reach its experts.
     own = tokens / distributed.context_parallel_size / tp
     rows = own * model.moe_router_topk * etp * ep / model.num_experts
-    width = (model.moe_ffn_hidden_size or 0) / etp * (2 if model.activation in GATED else 1)
+    width = model.moe_ffn_hidden_size / etp * (2 if model.activation in GATED else 1)
     return 2.0 * rows * width * model.hidden_size
 
 

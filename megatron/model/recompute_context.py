@@ -22,7 +22,9 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +40,7 @@ class SavedPlace(NamedTuple):
 
     source: RecomputedTensor
     number: int
-    shape: tuple[Any, Any, Any] | None  # sizes, strides, offset in the result's storage
+    shape: tuple[Any, ...] | None  # of a view: `place_in_storage`
 
     def read(self) -> Tensor:
         """The tensor; each place is read once."""
@@ -46,29 +48,31 @@ class SavedPlace(NamedTuple):
         return tensor if self.shape is None else tensor.as_strided(*self.shape)
 
 
+@dataclass(eq=False)
 class OffloadableTensor:
     """A saved tensor that may live on the host until backward. `module`: its reader."""
 
-    def __init__(self, tensor: Tensor, module: str):
-        self.tensor: Tensor | None = tensor
-        self.module = module
-        self.load: Callable[[], Tensor] | None = None  # its storage, when it has come back
+    tensor: Tensor | None
+    module: str
+    load: Callable[[], Tensor] | None = None  # its storage, when it has come back
+    shape: tuple[Any, ...] = ()
 
     def release(self, load: Callable[[], Tensor]) -> None:
         """Drop the tensor, which is a view of the storage [elements] that `load` returns later."""
-        assert self.tensor is not None
-        self.shape = self.tensor.size(), self.tensor.stride(), self.tensor.storage_offset()
+        self.shape = place_in_storage(self.tensor)
         self.tensor, self.load = None, load
 
     def read(self) -> Tensor:
         """The tensor; an offloaded one is read once."""
-        if self.tensor is not None:
-            return self.tensor
-        assert self.load is not None
-        return self.load().as_strided(*self.shape)
+        return self.load().as_strided(*self.shape) if self.tensor is None else self.tensor
 
 
 Saved = Tensor | SavedPlace | OffloadableTensor
+
+
+def place_in_storage(tensor: Tensor) -> tuple[Any, ...]:
+    """What `as_strided` takes to make the tensor of its storage: sizes, strides, offset."""
+    return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 def unpack(saved: Saved) -> Tensor:
@@ -76,19 +80,20 @@ def unpack(saved: Saved) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.read()
 
 
+@dataclass(eq=False)
 class RecomputedTensor:
     """A computation of one forward pass that the backward pass makes again when it first reads one
     of its tensors: results by the numbers -1, -2, ..., what it saved inside by 0, 1, ...
     """
 
-    def __init__(self, function: Function, inputs: list[Saved], differentiated: list[bool]):
-        self.function: Function | None = function
-        self.inputs, self.differentiated = inputs, differentiated
-        self.inside = 0  # tensors that were saved inside
-        self.reads: Counter[int] = Counter()  # to come
-        self.tensors: dict[int, Tensor] = {}
+    function: Function | None
+    inputs: list[Saved]
+    differentiated: list[bool]
+    inside: int = 0  # tensors that were saved inside
+    reads: Counter[int] = field(default_factory=Counter)  # to come
+    tensors: dict[int, Tensor] = field(default_factory=dict)
 
-    def place(self, number: int, shape: tuple[Any, Any, Any] | None = None) -> SavedPlace:
+    def place(self, number: int, shape: tuple[Any, ...] | None = None) -> SavedPlace:
         """One more reader of a tensor."""
         self.reads[number] += 1
         return SavedPlace(self, number, shape)
@@ -116,21 +121,21 @@ class RecomputedTensor:
             for saved, differentiated in zip(self.inputs, self.differentiated, strict=True)
         ]
         self.inputs = []
-        inside = 0
+        numbers = count()
 
-        def record(tensor: Tensor) -> None:
-            nonlocal inside
-            if self.reads[inside]:
-                self.tensors[inside] = tensor.detach()
-            inside += 1
+        def keep_inside(tensor: Tensor) -> None:
+            self._keep(next(numbers), tensor)
 
         # autograd saves nothing where it is off
-        with torch.set_grad_enabled(self.inside > 0), saved_tensors_hooks(record, unpack):
+        with torch.set_grad_enabled(self.inside > 0), saved_tensors_hooks(keep_inside, unpack):
             results = results_of(function(*inputs))
-        assert inside == self.inside, "recomputation saved other tensors than the forward pass"
+        assert next(numbers) == self.inside, "recomputation saved other tensors than before"
         for index, result in enumerate(results):
-            if self.reads[-1 - index]:
-                self.tensors[-1 - index] = result.detach()
+            self._keep(-1 - index, result)
+
+    def _keep(self, number: int, tensor: Tensor) -> None:
+        if self.reads[number]:
+            self.tensors[number] = tensor.detach()
 
 
 def results_of(y: Any) -> tuple[Tensor, ...]:
@@ -139,10 +144,9 @@ def results_of(y: Any) -> tuple[Tensor, ...]:
 
 
 class RecomputeContext:
-    """Decides what a layer's forward pass keeps; `modules` are computed again."""
+    """Decides what a layer's forward pass keeps."""
 
     def __init__(self) -> None:
-        self.modules: frozenset[str] = frozenset()
         # the methods that are wrapped, and what the instance had under their names (None: nothing,
         # the method is its class's)
         self.wrapped: list[tuple[nn.Module, str, Function | None]] = []
@@ -166,7 +170,6 @@ class RecomputeContext:
                 delattr(owner, method)
             else:
                 setattr(owner, method, original)
-        self.modules = modules
         if not modules:
             return
         self._replace(layer, "forward", self._intercepted)
@@ -242,35 +245,32 @@ class RecomputeContext:
         for a module the name under which tensors are filed when it is called, and the name from its
         end on (None: as before).
         """
-        hooks = []
-        for module, name, after in readers:
-            hooks.append(module.register_forward_pre_hook(partial(self._file_under, name)))
-            if after is not None:
-                hooks.append(module.register_forward_hook(partial(self._file_under, after)))
         parked: list[weakref.ref[OffloadableTensor]] = []
-        self.parked, self.reader = parked, ""
-        try:
-            with self._packing():
-                yield parked
-        finally:
-            self.parked = None
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as hooks, self._packing(parked):
+            for module, name, after in readers:
+                file = partial(self._file_under, name)
+                hooks.enter_context(module.register_forward_pre_hook(file))
+                if after is not None:
+                    file = partial(self._file_under, after)
+                    hooks.enter_context(module.register_forward_hook(file))
+            yield parked
 
     def _file_under(self, name: str, *_: Any) -> None:
         """A forward hook: from here on the forward pass saves what this module reads."""
         self.reader = name
 
     @contextlib.contextmanager
-    def _packing(self) -> Iterator[None]:
+    def _packing(
+        self, parked: list[weakref.ref[OffloadableTensor]] | None = None
+    ) -> Iterator[None]:
         """Around the forward pass of the layer."""
         assert self.results is None, "two forward passes of a layer at a time"
-        self.results = {}
+        self.results, self.parked, self.reader = {}, parked, ""
         try:
             with saved_tensors_hooks(self._pack, unpack):
                 yield
         finally:
-            self.results = None
+            self.results = self.parked = None
 
     def _computation(self, function: Function, inputs: tuple[Tensor, ...]) -> RecomputedTensor:
         differentiated = [x.requires_grad for x in inputs]
@@ -278,22 +278,19 @@ class RecomputeContext:
 
     def _mark(self, recomputed: RecomputedTensor, y: Any) -> None:
         """From here on a function that saves a result of the computation keeps its place alone."""
-        assert self.results is not None
         for index, result in enumerate(results_of(y)):
             storage = result.untyped_storage()
             self.results[storage._cdata] = StorageWeakRef(storage), recomputed, -1 - index
 
     def _pack(self, tensor: Tensor) -> Saved:
         """What is kept of a tensor that is saved."""
-        assert self.results is not None
-        found = self.results.get(tensor.untyped_storage()._cdata)
-        if found is None:
-            kept = tensor.detach()  # with its graph it could be its own owner
-            if self.parked is None:
-                return kept
-            place = OffloadableTensor(kept, self.reader)
-            self.parked.append(weakref.ref(place))
-            return place
-        # of a view of the result: where it lies in the result's storage
-        shape = tensor.size(), tensor.stride(), tensor.storage_offset()
-        return found[1].place(found[2], shape)
+        storage = tensor.untyped_storage()._cdata
+        if storage in self.results:
+            _, recomputed, number = self.results[storage]
+            return recomputed.place(number, place_in_storage(tensor))
+        kept = tensor.detach()  # with its graph it could be its own owner
+        if self.parked is None:
+            return kept
+        place = OffloadableTensor(kept, self.reader)
+        self.parked.append(weakref.ref(place))
+        return place

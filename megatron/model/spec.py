@@ -243,18 +243,10 @@ class ParameterSpec:
 
 
 def vector(
-    name: str,
-    size: int,
-    init: Init = ZEROS,
-    *,
-    shard: Shard | None = None,
-    copies: str | None = None,
-    grad_sum: tuple[str, ...] = (),
+    name: str, size: int, init: Init = ZEROS, kind: str = "vector", **declared: Any
 ) -> ParameterSpec:
     """A bias or the scale of a norm: [size], without weight decay."""
-    return ParameterSpec(
-        (TensorSpec(name, (size,), init, "vector", False, shard, copies, grad_sum),)
-    )
+    return ParameterSpec((TensorSpec(name, (size,), init, kind, decay=False, **declared),))
 
 
 def matrix(

@@ -75,7 +75,7 @@ a fused head's chunks that leave tokens out | fused-head tp2 sp
     range(0, x.shape[0], step) => range(0, x.shape[0] - step, step)
 = megatron/model/attention/attention.py CoreAttention.__init__
 heads of every rank numbered from 0 in dropout | dropout tp2
-    self.first_head = tp.axis.rank * self.heads => self.first_head = 0
+    first_head = tp.axis.rank * heads => first_head = 0
 = megatron/model/gpt.py GPTModel.micro_batch
 positions of every rank counted from 0 in dropout | documents tp2 sp
     DropoutState(sample_ids, token_index[hidden_positions]) =>
@@ -285,13 +285,13 @@ gradients of keys and values that the own queries gave alone | gpt cp4 allgather
 = megatron/model/attention/attention.py seen_by_queries
 a mask as if the rank's queries were the first | dropout cp2 allgather
     "q_positions": own, => "q_positions": torch.arange(len(own)),
-= megatron/model/attention/attention.py CoreAttention._over_ranks
+= megatron/model/attention/attention.py CoreAttention.__init__
 heads counted from the first on every rank in dropout | dropout cp2 a2a
-    self.first_head + axis.rank * (self.heads // axis.size) => self.first_head
+    cp.heads.rank * (heads // cp.heads.size) => 0
 = megatron/model/attention/ring_attention.py RingAttention.backward
 lost hop of gradients | gpt cp2 p2p
     own_gradient += arriving.wait() => arriving.wait()
-= megatron/model/attention/ring_attention.py RingAttention.forward
+= megatron/model/attention/ring_attention.py _around_ring
 keys go round the ring and values stay | gpt cp2 p2p
     held = coming.wait() => held = torch.stack((coming.wait()[0], held[1]))
 = megatron/model/attention/ring_attention.py ring_steps
@@ -351,7 +351,7 @@ an expert's capacity of the rank's own tokens | moe-capacity cp2 ep2
     len(every) / count * factor => len(experts) * k / count * factor
 = megatron/model/experts/dispatch.py transposed_order
 received rows taken for sorted ones | moe dp2 ep2
-    return index + shift.repeat_interleave(ordered, output_size=total) => return index
+    return expert.argsort(stable=True) => return torch.arange(total)
 = megatron/model/attention/latent_attention.py _of_all_heads
 the gradient of position channels of the own heads alone | mla tp2
     all_reduce(dy.clone(), tp.axis) => dy.clone()
@@ -374,7 +374,7 @@ no-rope-freq ignored | layer-kinds pp2 1f1b
         self.rotates, self.window_number = True,
 = megatron/model/fp8.py Fp8Gemms._quantise
 tensors scaled by the maxima of the rank's own part | fp8-tensors tp2 sp
-    all_reduce_max(torch.cat(shared), axis) => torch.cat(shared)
+    all_reduce_max(torch.cat(parts), axis) => torch.cat(parts)
 = megatron/model/layer.py vocabulary_matrix
 a tied head on the last stage at the base rate | decoupled pp2 1f1b
     Multipliers(decoupled_lr=True) => Multipliers(decoupled_lr=not head)

@@ -6,7 +6,6 @@ s query length, t key length, b batch, n query heads, g key/value heads, d head 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -235,8 +234,10 @@ class CoreAttention(nn.Module):
         self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel, cp: ContextParallel
     ):
         super().__init__()
-        self.cp, self.heads = cp, config.num_attention_heads // tp.size
-        self.first_head = tp.axis.rank * self.heads
+        self.cp = cp
+        heads = config.num_attention_heads // tp.size
+        # within the model, of those that this rank computes
+        first_head = tp.axis.rank * heads + cp.heads.rank * (heads // cp.heads.size)
         self.value_width = config.value_channels
         # by whether the model is trained: evaluation needs no dropout, which not all can compute
         self.backend = {
@@ -249,61 +250,52 @@ class CoreAttention(nn.Module):
         self.settings: dict[str, Any] = {
             "scale": config.softmax_scale,
             "softcap": config.attn_logit_softcapping,
+            "first_head": first_head,
             "deterministic": config.deterministic_mode,
         }
 
     def forward(self, *qkv: Tensor, seen: Seen, dropout_state: DropoutState | None) -> Tensor:
         """`dropout_state`: None in evaluation."""
         backend = self.backend[dropout_state is not None]
-        given: dict[str, Any] = {"dropout_state": dropout_state, "backend": backend}
-        core: Callable[..., Tensor]
+        axis = self.cp.heads
+        if axis.size > 1:  # all-to-all: the positions of all ranks of fewer heads
+            qkv = heads_for_sequence(*qkv, axis)
         if seen.steps:
-            core = partial(self._by_blocks, steps=seen.steps, **given)
+            out = self._by_blocks(*qkv, seen.steps, dropout_state, backend)
         else:
-            core = partial(
-                attention_core, mask=seen.mask, dropout=self.dropout, **self.settings, **given
+            if self.cp.gathers and seen.places is not None:  # one call over all keys
+                q, k, v = qkv
+                qkv = q, *gather_keys(k, v, seen.places, self.cp.axis)
+            out = attention_core(
+                *qkv,
+                mask=seen.mask,
+                backend=backend,
+                dropout=self.dropout,
+                dropout_state=dropout_state,
+                **self.settings,
             )
-        if seen.places is None:
-            out = core(*qkv, first_head=self.first_head)
-        else:
-            out = self._over_ranks(core, *qkv, seen=seen)
+        if axis.size > 1:  # and back
+            out = sequence_for_heads(out, axis)
         # [s, b, n, d] -> [s, b, n d]; latent attention fills values with zeros to the keys' width
         if out.shape[-1] != self.value_width:
             out = out[..., : self.value_width]
         return out.flatten(2)
-
-    def _over_ranks(
-        self, core: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, seen: Seen
-    ) -> Tensor:
-        """Attention [s / C, b, n, d] of this rank's queries over all ranks' keys and values."""
-        if self.cp.gathers and not seen.steps:  # all-gather, then one call over all keys
-            k, v = gather_keys(k, v, seen.places, self.cp.axis)
-            return core(q, k, v, first_head=self.first_head)
-        axis = self.cp.heads
-        if axis.size == 1:
-            return core(q, k, v, first_head=self.first_head)
-        # all-to-all: the positions of all ranks of fewer heads, and back
-        q, k, v = heads_for_sequence(q, k, v, axis)
-        first_head = self.first_head + axis.rank * (self.heads // axis.size)
-        return sequence_for_heads(core(q, k, v, first_head=first_head), axis)
 
     def _by_blocks(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
         steps: tuple[AttentionStep, ...],
         dropout_state: DropoutState | None,
         backend: str,
-        first_head: int,
     ) -> Tensor:
         """Attention over the blocks of keys of a ring's ranks, or of all."""
         if q.is_cuda and backend in SDPA:  # which gives no log-sum-exp there
             backend = "plain"
         dropped = _dropped(self.dropout, dropout_state, backend)
         samples = dropped.pop("sample_ids", None)
-        options = Options(first_head=first_head, **self.settings, **dropped)
+        options = Options(**self.settings, **dropped)
         # Steps are joined by their log-sum-exp; each is one call of the backend, forward and
         # backward.
         block = BlockAttention(backend, options, samples)

@@ -152,12 +152,10 @@ class LatentAttention(Attention):
         """Queries, keys and values of the queries' latent [s, b, r] (or x), that of keys and values
         and the keys' position channels; under sequence parallelism of this rank's part of s.
         """
-        assert rotary is not None
         q = q if self.q_norm is None else self.q_norm(q)
         latent = latent.contiguous()  # apart from the position channels, which are not kept
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         query = self.q if self.q_up is None else self.q_up
-        assert query is not None
         # The up-projections gather the sequence; the position channels, which all heads share, are
         # gathered by themselves.
         if self.tp.size > 1:

@@ -26,6 +26,7 @@ from model/attention/attention.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -217,24 +218,40 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.sub_(F.logsigmoid(lse - part_lse))
 
 
-def _add_step(
+def _attend(
     block: BlockAttention,
     q: Tensor,
-    step: AttentionStep,
-    held: Tensor,
-    before: tuple[Tensor, Tensor] | None,
+    steps: Iterable[tuple[AttentionStep, Tensor]],
+    found: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), in fp32 where they are narrower, of the steps before and of this one, which reads
-    the keys and values `held` [2, t, b, g, d]. The first step is of all queries.
+    """(out, lse), in fp32 where they are narrower, of the steps before, `found`, and of these, each
+    with its keys and values [2, t, b, g, d]. The first step is of all queries.
     """
-    at, (k, v) = step.queries, held
-    part, part_lse = block.forward(q[at], k[step.keys], v[step.keys], step.mask)
-    if before is None:
-        # fp32 also in a bf16 run: the parts of all steps are added up in it
-        return part.to(torch.promote_types(q.dtype, torch.float32)), part_lse
-    out, lse = before
-    _join(out[at], lse[..., at], part, part_lse)
-    return before
+    for step, held in steps:
+        at, (k, v) = step.queries, held
+        part, part_lse = block.forward(q[at], k[step.keys], v[step.keys], step.mask)
+        del held, k, v  # before the next but one arrives
+        if found is None:
+            # fp32 also in a bf16 run: the parts of all steps are added up in it
+            found = part.to(torch.promote_types(q.dtype, torch.float32)), part_lse
+        else:
+            out, lse = found
+            _join(out[at], lse[..., at], part, part_lse)
+    return found
+
+
+def _around_ring(
+    own: Tensor, steps: tuple[AttentionStep, ...], axis: Axis
+) -> Iterator[tuple[AttentionStep, Tensor]]:
+    """The steps with the keys and values that have arrived: the next ones are on their way while a
+    step is computed.
+    """
+    held = own
+    for step in steps[:-1]:
+        coming = start_ring_hop(held, axis)
+        yield step, held
+        held = coming.wait()
+    yield steps[-1], held
 
 
 def _step_gradients(
@@ -273,15 +290,9 @@ class RingAttention(torch.autograd.Function):
         block: BlockAttention,
         axis: Axis,
     ) -> Tensor:
-        own = held = torch.stack((k, v))  # one message a hop
-        found = None
-        for step in steps:
-            # the hop of the next block runs while this one is computed
-            coming = None if step is steps[-1] else start_ring_hop(held, axis)
-            found = _add_step(block, q, step, held, found)
-            if coming is not None:
-                held = coming.wait()
-        out, lse = found[0].to(q.dtype), found[1]
+        own = torch.stack((k, v))  # one message a hop
+        out, lse = _attend(block, q, _around_ring(own, steps, axis))
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, own, out, lse)  # other ranks' keys come round again
         ctx.others = steps, block, axis
         return out
@@ -293,10 +304,10 @@ class RingAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         # of the block that is held: what ranks before this one gave, on its way here
         arriving: Handle | None = None
-        held, own_gradient, dq = own, None, None
-        for step in steps:
-            coming = None if step is steps[-1] else start_ring_hop(held, axis)
+        own_gradient, dq = None, None
+        for step, held in _around_ring(own, steps, axis):
             dq, parts = _step_gradients(block, dout, (q, out, lse), step, held, dq)
+            del held  # before the next but one arrives
 
             # The gradient of a block follows the block, one hop behind it.
             gradient = torch.zeros_like(own, dtype=wide) if arriving is None else arriving.wait()
@@ -306,8 +317,6 @@ class RingAttention(torch.autograd.Function):
                 own_gradient = gradient
             else:
                 arriving = start_ring_hop(gradient, axis)
-            if coming is not None:
-                held = coming.wait()
         if arriving is not None:  # what the other ranks gave to the own block comes home
             own_gradient += arriving.wait()
         dk, dv = own_gradient.to(own.dtype)
@@ -324,11 +333,11 @@ class GatheredAttention(torch.autograd.Function):
         own = torch.stack((k, v))
         # the all-gather runs while the rank's own block is computed
         coming = start_all_gather(own, axis)
-        found = _add_step(block, q, steps[0], own, None)
+        found = _attend(block, q, [(steps[0], own)])
         blocks = coming.wait().unflatten(0, (axis.size, 2))  # [C, 2, s, b, g, d]
-        for step in steps[1:]:
-            found = _add_step(block, q, step, blocks[step.of], found)
-        out, lse = found[0].to(q.dtype), found[1]
+        others = ((step, blocks[step.of]) for step in steps[1:])
+        out, lse = _attend(block, q, others, found)
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, blocks, out, lse)
         ctx.others = steps, block, axis
         return out

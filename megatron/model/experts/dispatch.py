@@ -19,7 +19,6 @@ of this rank, h hidden, N rows of this rank's experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -48,18 +47,12 @@ class Assignments(NamedTuple):
     taken: Tensor | None  # [T, k] whether it has one; None: all have
 
 
-@dataclass(frozen=True)
-class RowExchange:
+class RowExchange(NamedTuple):
     """Rows to and from the ranks of an axis: how many to each, and from each."""
 
     axis: Axis
     send: list[int]
     receive: list[int]
-
-    @classmethod
-    def of(cls, axis: Axis, send: list[int], receive: list[int]) -> RowExchange | None:
-        """None where there are no other ranks."""
-        return cls(axis, send, receive) if axis.size > 1 else None
 
 
 class DispatchPlan(NamedTuple):
@@ -78,27 +71,14 @@ def assignments_by_expert(
 ) -> tuple[Tensor, Assignments]:
     """(counts of `count` experts, assignments [T, k] in their order, those not kept last)."""
     # Choices that no expert takes count as of an expert behind the last, so they sort to the end.
-    flat = experts.flatten() if keep is None else torch.where(keep, experts, count).flatten()
+    if keep is not None:
+        experts = torch.where(keep, experts, count)
+    flat = experts.flatten()
     order = flat.argsort(stable=True)
     place = inverse_of(order).view(experts.shape)
+    if keep is not None:
+        place.masked_fill_(~keep, 0)
     return count_of(flat, count + 1)[:count], Assignments(order, place, keep)
-
-
-def _first(assignments: Assignments, count: int, taken: Tensor) -> Assignments:
-    """The assignments that are taken, which are the first ones in the order of the rows."""
-    return assignments._replace(
-        order=assignments.order[:count], place=assignments.place.masked_fill(~taken, 0)
-    )
-
-
-def _sums(numbers: list[int], size: int) -> list[int]:
-    """The sum of each `size` numbers."""
-    return [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)]
-
-
-def _sums_by_expert(numbers: list[int], experts: int) -> list[int]:
-    """The sums over sources of the numbers of each expert, source by source."""
-    return [sum(numbers[expert::experts]) for expert in range(experts)]
 
 
 def inverse_of(order: Tensor) -> Tensor:
@@ -108,19 +88,31 @@ def inverse_of(order: Tensor) -> Tensor:
 
 def transposed_order(counts: Tensor, total: int) -> Tensor:
     """Rows lie source by source [sources, experts]: their order [total] expert by expert."""
-    # Where the rows of each (source, expert) begin now, and where they begin expert by expert: a
-    # row moves by the difference.
-    starts = counts.flatten().cumsum(0) - counts.flatten()
-    ordered = counts.t().flatten()
-    first = starts.view(counts.shape).t().flatten()
-    shift = first - (ordered.cumsum(0) - ordered)
-    index = torch.arange(total, device=counts.device)
-    return index + shift.repeat_interleave(ordered, output_size=total)
+    sources, experts = counts.shape
+    expert = torch.arange(experts, device=counts.device).repeat(sources)
+    expert = expert.repeat_interleave(counts.flatten(), output_size=total)
+    return expert.argsort(stable=True)
 
 
 def _take_rows(x: Tensor, assignments: Assignments) -> Tensor:
-    """x [T, ...] -> the rows [n, ...] of assignments."""
+    """x [T, h] -> the rows [n, h] of assignments."""
     return x.index_select(0, assignments.order // assignments.place.shape[1])
+
+
+def _add_up(rows: Tensor, assignments: Assignments) -> Tensor:
+    """The rows [n, h] of each token's assignments -> their sum [T, h], in fp32 or wider."""
+    tokens, k = assignments.place.shape
+    if len(rows) == 0:
+        return rows.new_zeros(tokens, rows.shape[1])
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = None
+    for choice in range(k):
+        # In the order of the choices: the sum has the same bits in every layout.
+        part = rows.index_select(0, assignments.place[:, choice])
+        if assignments.taken is not None:
+            part.masked_fill_(~assignments.taken[:, choice, None], 0)
+        total = part.to(wide) if total is None else total.add_(part)
+    return total.to(rows.dtype)
 
 
 def _take_weights(weights: Tensor, assignments: Assignments) -> Tensor:
@@ -130,34 +122,18 @@ def _take_weights(weights: Tensor, assignments: Assignments) -> Tensor:
 
 def _put_weights(of_rows: Tensor, assignments: Assignments) -> Tensor:
     """Numbers [n] of the rows -> [T, k] of assignments; 0 of those without a row."""
-    if len(of_rows) == 0:
-        return of_rows.new_zeros(assignments.place.shape)
-    found = of_rows[assignments.place]
-    return found if assignments.taken is None else found.masked_fill(~assignments.taken, 0)
+    shape = assignments.place.shape
+    return of_rows.new_zeros(shape.numel()).scatter_(0, assignments.order, of_rows).view(shape)
 
 
-def _add_up(rows: Tensor, assignments: Assignments) -> Tensor:
-    """The rows [n, ...] of each token's assignments -> their sum [T, ...], in fp32 or wider."""
-    tokens, k = assignments.place.shape
-    if len(rows) == 0:
-        return rows.new_zeros((tokens, *rows.shape[1:]))
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    total: Tensor | None = None
-    for choice in range(k):
-        # In the order of the choices: the sum has the same bits in every layout.
-        part = rows.index_select(0, assignments.place[:, choice])
-        if assignments.taken is not None:
-            part.masked_fill_(~assignments.taken[:, choice].view(-1, *[1] * (rows.dim() - 1)), 0)
-        total = part.to(wide) if total is None else total.add_(part)
-    assert total is not None
-    return total.to(rows.dtype)
-
-
-def _permuted(rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
+def _reorder(rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
     """Rows in another order; `place` is its inverse."""
-    return linear_map(
-        rows, lambda x: x.index_select(0, order), lambda dy: dy.index_select(0, place)
-    )
+    return rows.index_select(0, order)
+
+
+def _restore(rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    """The inverse of `_reorder`, which is its adjoint."""
+    return rows.index_select(0, place)
 
 
 class _Exchange(torch.autograd.Function):
@@ -181,29 +157,28 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(tensors: Sequence[Tensor], exchange: RowExchange, back: bool) -> tuple[Tensor, ...]:
     """What comes for these; all are on their way while another pass may run."""
-    there, here = exchange.send, exchange.receive
+    axis, there, here = exchange
     if back:
         there, here = here, there
     # Under a pair of micro-batches the other's pass computes while these are on their way.
-    coming = [start_all_to_all_rows(rows, there, here, exchange.axis) for rows in tensors]
+    coming = [start_all_to_all_rows(rows, there, here, axis) for rows in tensors]
     yield_turn()
     return tuple(rows.wait() for rows in coming)
 
 
 def _spread(rows: Tensor, spread: RowExchange) -> Tensor:
     """The rows of all ranks; numbers differ, so that each sends its own to all."""
-    size = spread.axis.size
+    axis, _, receive = spread
     # An all-gather with different sizes is an all-to-all of copies.
-    copies = rows.repeat(size, *[1] * (rows.dim() - 1))
-    return all_to_all_rows(copies, [len(rows)] * size, spread.receive, spread.axis)
+    return all_to_all_rows(torch.cat([rows] * axis.size), [len(rows)] * axis.size, receive, axis)
 
 
 def _summed(rows: Tensor, spread: RowExchange) -> Tensor:
     """The sum of the ranks' parts of this rank's rows, in the order of the ranks."""
-    size, own = spread.axis.size, spread.receive[spread.axis.rank]
-    parts = all_to_all_rows(rows, spread.receive, [own] * size, spread.axis)
+    axis, own, receive = spread
+    parts = all_to_all_rows(rows, receive, own, axis).unflatten(0, (axis.size, own[0]))
     wide = torch.promote_types(rows.dtype, torch.float32)
-    return parts.view(size, own, *rows.shape[1:]).sum(0, dtype=wide).to(rows.dtype)
+    return parts.sum(0, dtype=wide).to(rows.dtype)
 
 
 class Dispatcher:
@@ -211,11 +186,11 @@ class Dispatcher:
     and those that hold other experts; `count`: experts of a layer; `backend`: of their GEMMs.
     """
 
+    gathered: Sequence[Axis] = ()  # whose ranks' rows are all here
+
     def __init__(self, grid: TensorParallel, count: int, backend: str):
         self.grid, self.count, self.backend = grid, count, backend
         self.held = count // grid.experts.size  # experts here
-        self.gathered: list[Axis] = []  # whose ranks' rows are all here
-        self.is_alone = grid.experts.size == grid.axis.size == 1  # all experts are here
 
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
         """Where assignments [T, k] go whose experts these are; `keep`: those that go anywhere."""
@@ -236,13 +211,15 @@ class Dispatcher:
         """What has come from ranks with other experts, in the order of the experts here."""
         if plan.spread is not None:
             rows = linear_map(rows, _spread, _summed, plan.spread)
-        return rows if plan.order is None else _permuted(rows, plan.order, plan.place)
+        if plan.order is not None:
+            rows = linear_map(rows, _reorder, _restore, plan.order, plan.place)
+        return rows
 
     def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """What the experts made of the rows [N, h] -> the sum for each token [T, h]."""
         # The way back: the same steps in the opposite order, each the adjoint of its counterpart.
         if plan.order is not None:
-            rows = _permuted(rows, plan.place, plan.order)
+            rows = linear_map(rows, _restore, _reorder, plan.order, plan.place)
         if plan.spread is not None:
             rows = linear_map(rows, _summed, _spread, plan.spread)
         if plan.exchange is not None:
@@ -258,33 +235,36 @@ class AllToAll(Dispatcher):
 
     @torch.no_grad()
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
-        ep, etp = self.grid.experts, self.grid.axis
+        ep, etp, here = self.grid.experts, self.grid.axis, self.held
         # How many rows go to each expert, sorted by expert: what goes to a rank lies together.
         chosen, assignments = assignments_by_expert(experts, keep, self.count)
-        if keep is None and self.is_alone and self.backend == TRITON:
+        is_alone = ep.size == etp.size == 1
+        if keep is None and is_alone and self.backend == TRITON:
             # the GEMMs need no numbers on the host
             return DispatchPlan(assignments, RowCounts.of(TRITON, chosen))
         # Every rank learns how many rows come from whom: all-to-all over ep of the counts [E], then
         # all-gather over etp of what its ranks will receive.
-        coming = all_gather(all_to_all(chosen.view(ep.size, -1), ep).flatten(), etp)
-        numbers = torch.cat([chosen, coming]).tolist()  # the host waits here
-        mine, theirs = numbers[: self.count], numbers[self.count :]
-        here = self.held
-        if keep is not None:
-            assignments = _first(assignments, sum(mine), keep)
+        coming = all_gather(all_to_all(chosen.view(ep.size, here), ep), etp)
+        numbers = torch.cat([chosen, coming.flatten()]).cpu()  # the host waits here
+        mine, theirs = numbers[: self.count], numbers[self.count :].view(etp.size, ep.size, here)
+        assignments = assignments._replace(order=assignments.order[: int(mine.sum())])
+        counts = RowCounts.of(self.backend, coming, theirs.sum((0, 1)).tolist())
+        if is_alone:
+            return DispatchPlan(assignments, counts)
         # Rows arrive source by source, and within a source expert by expert; the GEMMs need them
-        # expert by expert. One source delivers them in order.
-        sources = _sums(theirs, here)  # rows from each rank of ep, of each rank of etp
-        own = sources[etp.rank * ep.size :][: ep.size]
-        coming = coming.view(-1, here)
-        order = transposed_order(coming, sum(theirs)) if len(sources) > 1 else None
+        # expert by expert.
+        order = transposed_order(coming, int(theirs.sum()))
+        from_ranks = theirs.sum(2)  # rows from each rank of ep, of each rank of etp
+        own = from_ranks[etp.rank]
+        exchange = RowExchange(ep, mine.view(ep.size, here).sum(1).tolist(), own.tolist())
+        spread = RowExchange(etp, [int(own.sum())] * etp.size, from_ranks.sum(1).tolist())
         return DispatchPlan(
             assignments,
-            RowCounts.of(self.backend, coming, _sums_by_expert(theirs, here)),
-            RowExchange.of(ep, _sums(mine, here), own),
-            RowExchange.of(etp, [sum(own)] * etp.size, _sums(sources, ep.size)),
+            counts,
+            exchange if ep.size > 1 else None,
+            spread if etp.size > 1 else None,
             order,
-            None if order is None else inverse_of(order),
+            inverse_of(order),
         )
 
 
@@ -306,5 +286,5 @@ class AllGather(Dispatcher):
         taken = (own >= 0) & (own < here)
         counts, assignments = assignments_by_expert(own, taken, here)
         numbers = counts.tolist()  # the host waits here
-        assignments = _first(assignments, sum(numbers), taken)
+        assignments = assignments._replace(order=assignments.order[: sum(numbers)])
         return DispatchPlan(assignments, RowCounts.of(self.backend, counts, numbers))

@@ -65,7 +65,6 @@ class MoE(nn.Module):
     ):
         super().__init__()
         name = f"layers.{index}.mlp"
-        assert config.num_experts is not None
         self.index = index
         # metrics are means over these
         self.layers = sum(config.expert_layers())
@@ -132,7 +131,6 @@ class MoE(nn.Module):
 
 def aux_outputs(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:
     """(name, how many numbers) of what the layer gives alongside its output in training."""
-    assert config.num_experts is not None
     names = [LOSS_NAMES[kind] for kind in coefficients_of(config)]
     if config.moe_z_loss_coeff > 0:
         names.append(Z_LOSS)

@@ -35,12 +35,11 @@ from megatron.model.spec import (
     NO_TP,
     ZEROS,
     Init,
-    ParameterSpec,
     TensorParallel,
-    TensorSpec,
     matrix,
     normal,
     parts_under,
+    vector,
 )
 
 # by the type of auxiliary loss: what metrics call it, as Megatron-LM does
@@ -123,7 +122,6 @@ class Router(nn.Module):
         self.config, self.samples = config, samples
         self.key = philox.key(seed, name, "jitter")
         count = config.num_experts
-        assert count is not None
         weight = matrix(
             f"{name}.weight",
             (count, config.hidden_size),
@@ -136,9 +134,8 @@ class Router(nn.Module):
 
         def state(own: str, init: Init) -> nn.Parameter:
             """[E], kept from step to step."""
-            kept: dict[str, Any] = {"decay": False, "copies": "tp", "group": "state"}
-            spec = TensorSpec(f"{name}.{own}", (count,), init, "state", **kept)
-            return ParameterSpec((spec,)).parameter(tp)
+            spec = vector(f"{name}.{own}", count, init, "state", copies="tp", group="state")
+            return spec.parameter(tp)
 
         has_bias = config.moe_router_enable_expert_bias
         has_share = "global_aux_loss" in config.moe_router_load_balancing_type
@@ -243,7 +240,6 @@ class Router(nn.Module):
         )
         factor = self.config.moe_expert_capacity_factor
         count = self.config.num_experts
-        assert count is not None and factor is not None
         capacity = math.ceil(len(every) / count * factor)
         by_probability = self.config.moe_token_drop_policy == "probs"
         # Choices of all ranks [n], and this rank's part of the answer.
