@@ -24,6 +24,7 @@ from megatron.model.layer import (
     HeadLayer,
     Layer,
     MicroBatch,
+    ScalarSpec,
     TransformerLayer,
 )
 from megatron.model.recompute import stage_offload, stage_recompute
@@ -95,15 +96,22 @@ class GPTModel(nn.Module):
         rotates = config.position_embedding_type in ("rope", "yarn")
         self.rotary = RotaryTables(config, dtype) if rotates else None
         self.stages = stages
-        names = layer_names(config)
-        self.layers_by_stage: list[list[tuple[str, Any]]] = [
-            [(names[unit], self.get_submodule(names[unit])) for unit in stage.units]
-            for stage in stages
-        ]
-        # What the layers of the whole model return alongside their output, the same on every rank.
-        # Layers that return a number of the same name share its sum.
-        specs = (self.layer_class.scalars(config, i, tp.sequence) for i in range(config.num_layers))
-        self.scalars = tuple(dict.fromkeys(chain.from_iterable(specs)))
+        self.layers_by_stage = [self._layers_of(stage) for stage in stages]
+        self.scalars = self._scalars()
+
+    def _scalars(self) -> tuple[ScalarSpec, ...]:
+        """What the layers of the whole model return alongside their output, the same on every rank.
+        Layers that return a number of the same name share its sum.
+        """
+        config, sequence = self.config, self.tp.sequence
+        each = (self.layer_class.scalars(config, i, sequence) for i in range(config.num_layers))
+        return tuple(dict.fromkeys(chain.from_iterable(each)))
+
+    def _layers_of(self, stage: Stage) -> list[tuple[str, Any]]:
+        """The named layers of a stage."""
+        layers = [f"layers.{i}" for i in stage.layers]
+        names = [*["embedding"] * stage.embedding, *layers, *["head"] * stage.head]
+        return [(name, self.get_submodule(name)) for name in names]
 
     def choose_recompute(self, training: TrainingConfig) -> None:
         """Choose what backward passes recompute, and what waits on the host for them."""

@@ -95,7 +95,7 @@ def test_every_backend_is_the_loop(device, counts, o, i, dtype, backend):
 
 
 def mixture(fp64=False, **changes):
-    given = {"hidden_size": 64, "kv_channels": 16, "activation": "swiglu", "num_experts": 8, "moe_router_topk": 2}
+    given = {"hidden_size": 64, "activation": "swiglu", "num_experts": 8, "moe_router_topk": 2}
     given |= {"moe_ffn_hidden_size": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     return Config(
         model=ModelConfig(**given | changes),
@@ -121,7 +121,7 @@ def test_what_auto_takes(monkeypatch):
         (mixture(fp64=True), "torch", "torch"),
     ):
         assert (chosen(config), chosen(config, "cuda")) == (on_cpu, on_gpu)
-    dense = dataclasses.replace(mixture(), model=ModelConfig(kv_channels=16))
+    dense = dataclasses.replace(mixture(), model=ModelConfig())
     assert "grouped-gemm" not in choose_kernels(dense, torch.device("cpu"))[1]
 
 

@@ -304,8 +304,8 @@ parts joined with equal weights | gpt cp2 p2p
     out.lerp_(part.to(out.dtype), weight) => out.add_(part).div_(2)
 = megatron/model/attention/ring_attention.py BlockAttention.backward
 a backward pass that normalizes each block by itself | gpt cp2 p2p
-    dout, out, lse, q, k, v, mask, self.options.scale =>
-        dout, out, self.forward(q, k, v, mask)[1], q, k, v, mask, self.options.scale
+    dout, q, k, v, out = _by_head => lse = self.forward(q, k, v, mask)[1]
+        dout, q, k, v, out = _by_head
 = kernels/attention.py _kept
 keys of each block counted from 0 in dropout | dropout cp2 p2p
     drop, mask.k_positions => drop

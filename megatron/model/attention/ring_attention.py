@@ -127,13 +127,23 @@ class BlockAttention:
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) over this block alone; of rows that see none of its keys 0 and -inf."""
         options = {**vars(self.options), "mask": mask, "sample_ids": self.sample_ids}
-        if self.backend == "sdpa":  # on CPUs alone: on a GPU torch's kernels return no lse
-            return _cpu_forward(q, k, v, mask, self.options.scale)
         if self.backend == "plain":
             for of_kernels in ("deterministic", "tile"):
                 del options[of_kernels]
             return attention_reference(q, k, v, **options)
-        return flash_attention(q, k, v, **options, backend=self.backend)
+        if self.backend != "sdpa":
+            return flash_attention(q, k, v, **options, backend=self.backend)
+
+        # on CPUs alone: on a GPU torch's kernels return no lse
+        q, k, v = _by_head(q, k, v)
+        arguments = _mask_arguments(mask, q, k)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, **arguments, scale=self.options.scale
+        )
+        addend = arguments["attn_mask"]
+        if addend is not None:  # a row without a key here must not count when blocks are joined
+            lse = lse.masked_fill(addend.isinf().all(-1), float("-inf"))  # torch's is 0
+        return out.permute(2, 0, 1, 3), lse
 
     def backward(
         self,
@@ -147,15 +157,19 @@ class BlockAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What this block gives to (dq, dk, dv); out and lse are those of all blocks."""
         if self.backend == "sdpa":
-            return _cpu_backward(dout, out, lse, q, k, v, mask, self.options.scale)
+            # with lse of all blocks exp(scores - lse) are the probabilities of the whole row
+            dout, q, k, v, out = _by_head(dout, q, k, v, out)
+            arguments = _mask_arguments(mask, q, k)
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout, q, k, v, out, lse, 0.0, **arguments, scale=self.options.scale
+            )
+            dq, dk, dv = (x.permute(2, 0, 1, 3) for x in gradients)
+            return dq, dk, dv
         # Dropout masks are functions of positions: the backward pass draws them again.
         given = dout, out, lse, q, k, v, mask, self.options, self.sample_ids
         if self.backend == "plain":
             return attention_reference_backward(*given)
         return flash_attention_backward(*given, backend=self.backend)
-
-
-# ---- torch's kernel for CPUs
 
 
 def _by_head(*tensors: Tensor) -> list[Tensor]:
@@ -164,45 +178,13 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
     return [x.permute(1, 2, 0, 3).to(wide) for x in tensors]
 
 
-def _mask_arguments(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
-    """The kernel's is_causal, and what a mask of positions adds to scores [b or 1, 1, s, t]."""
+def _mask_arguments(mask: AttentionMask, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Arguments of torch's kernel; a mask of positions is added to scores [b or 1, 1, s, t]."""
     if mask.q_positions is None:
-        return mask.causal, None
+        return {"is_causal": mask.causal, "attn_mask": None}
     seen = mask.dense(q.shape[2], k.shape[2], q.device)
-    return False, torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
-
-
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
-) -> tuple[Tensor, Tensor]:
-    q, k, v = _by_head(q, k, v)
-    causal, addend = _mask_arguments(mask, q, k)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=addend, scale=scale
-    )
-    if addend is not None:  # a row without a key here must not count when blocks are joined
-        lse = lse.masked_fill(addend.isinf().all(-1), float("-inf"))  # torch's is 0
-    return out.permute(2, 0, 1, 3), lse
-
-
-def _cpu_backward(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    # out and lse of all blocks: exp(scores - lse) are then the probabilities of the whole row
-    dout, q, k, v, out = _by_head(dout, q, k, v, out)
-    causal, addend = _mask_arguments(mask, q, k)
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, causal, attn_mask=addend, scale=scale
-    )
-    dq, dk, dv = (x.permute(2, 0, 1, 3) for x in gradients)
-    return dq, dk, dv
+    addend = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
+    return {"is_causal": False, "attn_mask": addend}
 
 
 # ---- steps

@@ -54,6 +54,11 @@ class RowExchange(NamedTuple):
     send: list[int]
     receive: list[int]
 
+    @classmethod
+    def of(cls, axis: Axis, send: Tensor, receive: Tensor) -> RowExchange | None:
+        """None where there are no other ranks."""
+        return cls(axis, send.tolist(), receive.tolist()) if axis.size > 1 else None
+
 
 class DispatchPlan(NamedTuple):
     """Which assignment goes where."""
@@ -235,34 +240,33 @@ class AllToAll(Dispatcher):
 
     @torch.no_grad()
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
-        ep, etp, here = self.grid.experts, self.grid.axis, self.held
+        ep, etp = self.grid.experts, self.grid.axis
         # How many rows go to each expert, sorted by expert: what goes to a rank lies together.
         chosen, assignments = assignments_by_expert(experts, keep, self.count)
         is_alone = ep.size == etp.size == 1
-        if keep is None and is_alone and self.backend == TRITON:
+        if is_alone and keep is None and self.backend == TRITON:
             # the GEMMs need no numbers on the host
             return DispatchPlan(assignments, RowCounts.of(TRITON, chosen))
         # Every rank learns how many rows come from whom: all-to-all over ep of the counts [E], then
         # all-gather over etp of what its ranks will receive.
-        coming = all_gather(all_to_all(chosen.view(ep.size, here), ep), etp)
-        numbers = torch.cat([chosen, coming.flatten()]).cpu()  # the host waits here
-        mine, theirs = numbers[: self.count], numbers[self.count :].view(etp.size, ep.size, here)
-        assignments = assignments._replace(order=assignments.order[: int(mine.sum())])
-        counts = RowCounts.of(self.backend, coming, theirs.sum((0, 1)).tolist())
+        chosen = chosen.view(ep.size, self.held)
+        coming = all_gather(all_to_all(chosen, ep), etp)
+        # the host waits here
+        sent, arriving = torch.stack([chosen, *coming.split(ep.size)]).cpu().tensor_split([1])
+        assignments = assignments._replace(order=assignments.order[: sent.sum()])
+        counts = RowCounts.of(self.backend, coming, arriving.sum((0, 1)).tolist())
         if is_alone:
             return DispatchPlan(assignments, counts)
         # Rows arrive source by source, and within a source expert by expert; the GEMMs need them
         # expert by expert.
-        order = transposed_order(coming, int(theirs.sum()))
-        from_ranks = theirs.sum(2)  # rows from each rank of ep, of each rank of etp
+        order = transposed_order(coming, arriving.sum().item())
+        from_ranks = arriving.sum(2)  # rows from each rank of ep, of each rank of etp
         own = from_ranks[etp.rank]
-        exchange = RowExchange(ep, mine.view(ep.size, here).sum(1).tolist(), own.tolist())
-        spread = RowExchange(etp, [int(own.sum())] * etp.size, from_ranks.sum(1).tolist())
         return DispatchPlan(
             assignments,
             counts,
-            exchange if ep.size > 1 else None,
-            spread if etp.size > 1 else None,
+            RowExchange.of(ep, sent.sum((0, 2)), own),
+            RowExchange.of(etp, own.sum().expand(etp.size), from_ranks.sum(1)),
             order,
             inverse_of(order),
         )
