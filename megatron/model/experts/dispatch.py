@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +56,7 @@ class RowExchange(NamedTuple):
     receive: list[int]
 
     @classmethod
-    def of(cls, axis: Axis, send: Tensor, receive: Tensor) -> RowExchange | None:
+    def of(cls, axis: Axis, send: np.ndarray, receive: np.ndarray) -> RowExchange | None:
         """None where there are no other ranks."""
         return cls(axis, send.tolist(), receive.tolist()) if axis.size > 1 else None
 
@@ -249,24 +250,24 @@ class AllToAll(Dispatcher):
             return DispatchPlan(assignments, RowCounts.of(TRITON, chosen))
         # Every rank learns how many rows come from whom: all-to-all over ep of the counts [E], then
         # all-gather over etp of what its ranks will receive.
-        chosen = chosen.view(ep.size, self.held)
-        coming = all_gather(all_to_all(chosen, ep), etp)
-        # the host waits here
-        sent, arriving = torch.stack([chosen, *coming.split(ep.size)]).cpu().tensor_split([1])
+        coming = all_gather(all_to_all(chosen.view(ep.size, self.held), ep), etp)
+        numbers = np.array(torch.cat([chosen, coming.flatten()]).tolist())  # the host waits here
+        numbers = numbers.reshape(1 + etp.size, ep.size, self.held)
+        sent, arriving = numbers[0], numbers[1:]
         assignments = assignments._replace(order=assignments.order[: sent.sum()])
         counts = RowCounts.of(self.backend, coming, arriving.sum((0, 1)).tolist())
         if is_alone:
             return DispatchPlan(assignments, counts)
         # Rows arrive source by source, and within a source expert by expert; the GEMMs need them
         # expert by expert.
-        order = transposed_order(coming, arriving.sum().item())
+        order = transposed_order(coming, int(arriving.sum()))
         from_ranks = arriving.sum(2)  # rows from each rank of ep, of each rank of etp
         own = from_ranks[etp.rank]
         return DispatchPlan(
             assignments,
             counts,
-            RowExchange.of(ep, sent.sum((0, 2)), own),
-            RowExchange.of(etp, own.sum().expand(etp.size), from_ranks.sum(1)),
+            RowExchange.of(ep, sent.sum(1), own),
+            RowExchange.of(etp, own.sum().repeat(etp.size), from_ranks.sum(1)),
             order,
             inverse_of(order),
         )
