@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
 from typing import Any
 
 from megatron.config.derive import ExpertRanks
 from megatron.config.groups import ModelConfig
 from megatron.model.layer import (
-    distinct_layers,
     layer_parameters,
     representative_layer,
     vocabulary_matrix,
@@ -83,6 +82,12 @@ def _of_chosen(model: ModelConfig, experts: int) -> int:
     return experts * model.moe_router_topk // (model.num_experts or 1) if experts else 0
 
 
+def _by_layer(model: ModelConfig, number: Callable[[int], int]) -> list[int]:
+    """A number of each layer, computed once a kind: hundreds of layers are of a few kinds."""
+    of_kind = cache(number)
+    return [of_kind(representative_layer(model, index)) for index in range(model.num_layers)]
+
+
 @lru_cache  # a search for a layout asks thousands of times
 def unit_parameters(
     model: ModelConfig,
@@ -97,11 +102,9 @@ def unit_parameters(
     matrix where it is on another rank (`copied`).
     """
     matrix = elements([vocabulary_matrix(model, padded_vocab, padded_vocab)], tp)
-    kinds = {
-        index: elements(layer_parameters(model, index).values(), tp, experts)
-        for index in distinct_layers(model)
-    }
-    layers = [kinds[representative_layer(model, index)] for index in range(model.num_layers)]
+    layers = _by_layer(
+        model, lambda index: elements(layer_parameters(model, index).values(), tp, experts)
+    )
     has_head = copied or model.untie_embeddings_and_output_weights
     return (matrix, *layers, matrix if has_head else 0)
 
@@ -112,9 +115,7 @@ def unit_flops(model: ModelConfig, seq: int, vocab: int) -> tuple[int, ...]:
     of a router's and of those of the experts that a token goes through, and (q + v) seq for the
     causal half of attention, where v is the width of all heads' values; 2 h V for the head.
     """
-    # Once a kind of layer: a model has a few kinds, and may have hundreds of layers.
-    kinds = {index: _layer_flops(model, index, seq) for index in distinct_layers(model)}
-    layers = [kinds[representative_layer(model, index)] for index in range(model.num_layers)]
+    layers = _by_layer(model, lambda index: _layer_flops(model, index, seq))
     return (0, *layers, 2 * model.hidden_size * vocab)
 
 

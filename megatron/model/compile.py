@@ -101,7 +101,7 @@ def _opaque_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, ro
 
 
 @_opaque_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
+def _(x, weight, bias, kind, rows):
     return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
 
 
@@ -116,7 +116,7 @@ def _opaque_linear_backward(
 
 
 @_opaque_linear_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+def _(dy, x, weight, bias, kind):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -103,11 +103,6 @@ def representative_layer(config: ModelConfig, index: int) -> int:
     return records.index(records[index])
 
 
-def distinct_layers(config: ModelConfig) -> list[int]:
-    """One layer of each kind, see `representative_layer`."""
-    return sorted({representative_layer(config, index) for index in range(config.num_layers)})
-
-
 @dataclass(frozen=True)
 class ScalarSpec:
     """A number that layers return alongside their output: a sum over the tokens of a micro-batch,

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TensorFunction = Callable[..., Tensor]
+
 
 class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, function: Callable[..., Tensor], adjoint: Callable[..., Tensor], *args
+        ctx: Any, x: Tensor, function: TensorFunction, adjoint: TensorFunction, *args: Any
     ) -> Tensor:
         ctx.adjoint, ctx.args = adjoint, args
         return function(x, *args)
@@ -24,8 +26,6 @@ class _LinearMap(torch.autograd.Function):
         return ctx.adjoint(dy, *ctx.args), None, None, *[None] * len(ctx.args)
 
 
-def linear_map(
-    x: Tensor, function: Callable[..., Tensor], adjoint: Callable[..., Tensor], *args: Any
-) -> Tensor:
+def linear_map(x: Tensor, function: TensorFunction, adjoint: TensorFunction, *args: Any) -> Tensor:
     """function(x, *args), whose gradient with respect to x is adjoint(dy, *args)."""
     return _LinearMap.apply(x, function, adjoint, *args)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
+from operator import add
 
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.stages import AUTO, layers_of_stages
@@ -66,50 +66,38 @@ def balance(flops: tuple[int, ...], parameters: tuple[int, ...], count: int) -> 
     micro-batches.
     """
     assert 1 <= count <= len(flops)
-    # First the smallest bound on FLOPs for which `count` stages suffice, then under it that on
-    # parameters.
-    most_parameters = sum(parameters)
-    most_flops = _least(
-        flops, lambda most: _needed(flops, parameters, most, most_parameters) <= count
-    )
-    most_parameters = _least(
-        parameters, lambda most: _needed(flops, parameters, most_flops, most) <= count
-    )
-    # first unit that is placed -> squares, sizes
-    best: dict[int, tuple[int, tuple[int, ...]]] = {len(flops): (0, ())}
+    split = partial(_best_split, list(zip(flops, parameters, strict=True)), count)
+    # An equal share and one unit more is enough for each stage.
+    most_flops, most_parameters = sum(flops) // count + max(flops), sum(parameters)
+    most_flops, _ = split(most_flops, most_parameters, lambda own: own[0], max)
+    most_parameters, _ = split(most_flops, most_parameters, lambda own: own[1], max)
+    _, sizes = split(most_flops, most_parameters, lambda own: own[0] ** 2, add)
+    return sizes
+
+
+def _best_split(
+    units: Sequence[tuple[int, int]],
+    count: int,
+    most_flops: int,
+    most_parameters: int,
+    cost: Callable[[list[int]], int],
+    combine: Callable[[int, int], int],
+) -> tuple[int, tuple[int, ...]]:
+    """The least combined cost of `count` stages within these bounds, and their numbers of units;
+    `cost` is of a stage's [FLOPs, parameters].
+    """
+    # first unit that is placed -> combined cost, sizes
+    best: dict[int, tuple[int, tuple[int, ...]]] = {len(units): (0, ())}
     for before in reversed(range(count)):  # stages that need a unit yet
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for end, (squares, sizes) in best.items():
+        for end, (total, sizes) in best.items():
             own = [0, 0]
             for begin in range(end - 1, before - 1, -1):
-                own = [own[0] + flops[begin], own[1] + parameters[begin]]
+                own = [own[0] + units[begin][0], own[1] + units[begin][1]]
                 if own[0] > most_flops or own[1] > most_parameters:
                     break
-                # A tie goes to the smaller earlier stage: tuples compare by squares, then sizes.
-                candidate = squares + own[0] ** 2, (end - begin, *sizes)
+                # A tie goes to the smaller earlier stage: tuples compare by cost, then sizes.
+                candidate = combine(total, cost(own)), (end - begin, *sizes)
                 found[begin] = min(candidate, found.get(begin, candidate))
         best = found
-    return best[0][1]
-
-
-def _needed(
-    flops: Sequence[int], parameters: Sequence[int], most_flops: int, most_parameters: int
-) -> int:
-    """The fewest stages within both bounds; too many where one unit is beyond them."""
-    stages, own = 1, [0, 0]
-    for unit in zip(flops, parameters, strict=True):
-        if unit[0] > most_flops or unit[1] > most_parameters:
-            return len(flops) + 1
-        # Greedy: a stage is closed when the next unit would exceed a bound.
-        if own[0] + unit[0] > most_flops or own[1] + unit[1] > most_parameters:
-            stages, own = stages + 1, [0, 0]
-        own = [own[0] + unit[0], own[1] + unit[1]]
-    return stages
-
-
-def _least(costs: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """The least sum of consecutive costs from which on a condition holds."""
-    ends = list(accumulate(costs, initial=0))
-    # A stage's cost is one of these sums, and the condition is monotonic: bisect.
-    sums = sorted({stop - start for i, start in enumerate(ends) for stop in ends[i + 1 :]})
-    return sums[bisect_left(sums, True, key=holds)]
+    return best[0]

@@ -63,11 +63,9 @@ rotary pairs of neighbours instead of halves | llama
     return y if turning => return y[..., order.argsort()] if turning
 rotary positions turn the other way | llama
     value=direction => value=-direction
-= megatron/model/attention/rotary.py rotate_projection
+= megatron/model/attention/rotary.py RotaryOfProjection.forward
 keys are not rotated | llama
-    return _RotaryOfProjection.apply(qkv, *rotary) =>
-        q, _, v = _RotaryOfProjection.apply(qkv, *rotary)
-        return q, qkv[:, :, :, -2], v
+    k = _rotate(qkv[:, :, :, -2], cos, sin, 1) => k = qkv[:, :, :, -2]
 = megatron/model/attention/rotary.py RotaryTables.table
 rotary positions count on through documents | mixed-0
     angle = => positions = torch.arange(len(positions))[:, None].expand(positions.shape)

@@ -34,7 +34,12 @@ from megatron.model.attention.ring_attention import (
     RingAttention,
     ring_steps,
 )
-from megatron.model.attention.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
+from megatron.model.attention.rotary import (
+    Rotary,
+    RotaryInPlace,
+    RotaryOfProjection,
+    apply_rotary,
+)
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.linear import ColumnLinear, RowLinear
 from megatron.model.norm import Norm, normed_projection
@@ -414,8 +419,9 @@ class SelfAttention(Attention):
         # 1. Without norms the fused projection is rotated: by our kernel in place.
         if self.q_norm is None and rotary is not None:
             if self.config.rotary_backend != "triton":
-                return rotate_projection(qkv.unflatten(-1, shape), rotary)
-            qkv = rotate_fused(qkv, rotary, shape)
+                return RotaryOfProjection.apply(qkv.unflatten(-1, shape), *rotary)
+            # queries and keys, not the value of each group
+            qkv = RotaryInPlace.apply(qkv, *rotary, shape, shape[1] - 1)
 
         # 2. The core reads the fused projection: one kernel norms and rotates it.
         qkv = qkv.unflatten(-1, shape)

@@ -114,7 +114,7 @@ class _Rotary(torch.autograd.Function):
         return _rotate(dy, cos, sin, -1), None, None
 
 
-class _RotaryOfProjection(torch.autograd.Function):
+class RotaryOfProjection(torch.autograd.Function):
     """Queries [s, b, g m, d] and keys [s, b, g, d] of the projection qkv [s, b, g, m + 2, d],
     rotated, and its values [s, b, g, d] as they are.
     """
@@ -137,7 +137,7 @@ class _RotaryOfProjection(torch.autograd.Function):
         return torch.cat(parts, dim=3), None, None
 
 
-class _RotaryInPlace(torch.autograd.Function):
+class RotaryInPlace(torch.autograd.Function):
     """Turns the first `turning` heads of each group of x in place, which nothing else may read: [s,
     b, ...] seen as [s, b, *heads] = [s, b, g, n, d].
     """
@@ -162,12 +162,10 @@ class _RotaryInPlace(torch.autograd.Function):
         return dy, None, None, None, None
 
 
-def apply_rotary(x: Tensor, rotary: Rotary | None, backend: str = "torch") -> Tensor:
-    """Rotate x [s, b, n, d], in place with backend triton; the identity without a table."""
-    if rotary is None:
-        return x
+def apply_rotary(x: Tensor, rotary: Rotary, backend: str = "torch") -> Tensor:
+    """Rotate x [s, b, n, d], in place with backend triton."""
     return (
-        _RotaryInPlace.apply(x, *rotary, (x.shape[2], 1, x.shape[3]), 1)
+        RotaryInPlace.apply(x, *rotary, (x.shape[2], 1, x.shape[3]), 1)
         if backend == "triton"
         else _Rotary.apply(x, *rotary)
     )
@@ -193,15 +191,3 @@ def rotate_pairs_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # times e^(-i phi), and each pair back in neighbouring channels
     turned = first * cos + second * sin, second * cos - first * sin
     return torch.stack(turned, dim=-1).flatten(-2).to(dy.dtype)
-
-
-def rotate_projection(qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-    """(queries [s, b, g m, d] and keys [s, b, g, d], rotated, values [s, b, g, d]) of the
-    projection [s, b, g, m + 2, d], by torch.
-    """
-    return _RotaryOfProjection.apply(qkv, *rotary)
-
-
-def rotate_fused(qkv: Tensor, rotary: Rotary, heads: tuple[int, int, int]) -> Tensor:
-    """Rotate queries and keys of qkv [s, b, g (q + 2) d] in place; heads = (g, q + 2, d)."""
-    return _RotaryInPlace.apply(qkv, *rotary, heads, heads[1] - 1)
