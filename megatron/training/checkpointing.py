@@ -112,19 +112,6 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
     )
     if takes_weights_alone(run.config):
         return
-    # Refused before anything is read: a run that resumes with half of its state would train on
-    # without an error.
-    missing = [
-        name
-        for name in run.optimizer.state_names
-        if not any(held.startswith(f"optimizer.{name}.") for held in checkpoint.names)
-    ]
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint.path}: holds no optimizer state {' and '.join(missing)} "
-            "(--no-save-optim, or another --optimizer); "
-            "give --no-load-optim to start with fresh state"
-        )
     # The step count is part of Adam's bias correction, the scale of the next step's loss.
     run.optimizer.fill_states(checkpoint.read_all)
     run.optimizer.steps.fill_(checkpoint.state["optimizer_steps"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -62,29 +62,24 @@ class SampleText:
     prompt: list[int]
     written: list[int]
 
-    def line(self, decode: Callable[[list[int]], str], eod: int) -> str:
-        """One line for the log, with the ends of documents in it."""
-        prompt, written = (_readable(ids, decode, eod) for ids in (self.prompt, self.written))
-        return " ".join(f"{prompt} | {written}".split())
+    def readable(self, decode: Callable[[list[int]], str], eod: int) -> tuple[str, str]:
+        """Both as text, each end of document spelled out on a separate line."""
 
-    def to_html(self, decode: Callable[[list[int]], str], eod: int) -> str:
-        """The prompt in a pale color, the continuation in a dark one."""
-        prompt, written = (
-            html.escape(_readable(ids, decode, eod)) for ids in (self.prompt, self.written)
-        )
-        return (
-            '<pre style="white-space:pre-wrap;font:15px/1.5 sans-serif">'
-            f'<span style="color:#94a3b8">{prompt}</span>{written}</pre>'
-        )
+        def text(ids: list[int]) -> str:
+            parts = groupby(ids, eod.__eq__)
+            return "".join(
+                f"\n{END}\n" * len([*run]) if ends else decode([*run]) for ends, run in parts
+            )
+
+        return text(self.prompt), text(self.written)
 
 
-def _readable(ids: Sequence[int], decode: Callable[[list[int]], str], eod: int) -> str:
-    """The text of token ids, each end of document spelled out on a separate line."""
-    parts = [
-        f"\n{END}\n" * len(run) if ends else decode(run)
-        for ends, run in ((ends, [*group]) for ends, group in groupby(ids, eod.__eq__))
-    ]
-    return "".join(parts)
+def sample_page(prompt: str, written: str) -> str:
+    """HTML with the prompt in a pale color, the continuation in a dark one."""
+    return (
+        '<pre style="white-space:pre-wrap;font:15px/1.5 sans-serif">'
+        f'<span style="color:#94a3b8">{html.escape(prompt)}</span>{html.escape(written)}</pre>'
+    )
 
 
 @dataclass(frozen=True)

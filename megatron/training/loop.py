@@ -20,7 +20,7 @@ from megatron.observe.console import evaluation_lines
 from megatron.observe.metrics import evaluation_metrics
 from megatron.optimizer.lr_schedule import finished
 from megatron.training.checkpointing import finalize, save
-from megatron.training.evaluate import evaluate, write_sample
+from megatron.training.evaluate import evaluate, sample_page, write_sample
 from megatron.training.exit import Exit
 from megatron.training.reporting import Interval, consumed, log
 from megatron.training.run import Run
@@ -230,10 +230,10 @@ def _show_sample(run: Run) -> None:
     """What the model writes now; all ranks take part."""
     with _evaluating(run):
         text = write_sample(run, next(iter(run.data.valid.values())))
-    how = run.tokenizer.decode, run.data.eod
-    logger.info(f" sample text at iteration {run.progress.iteration}: {text.line(*how)}")
-    page = partial(text.to_html, *how)
-    run.tracker.show("sample-text", page, last=True)
+    prompt, written = text.readable(run.tokenizer.decode, run.data.eod)
+    line = " ".join(f"{prompt} | {written}".split())
+    logger.info(f" sample text at iteration {run.progress.iteration}: {line}")
+    run.tracker.show("sample-text", partial(sample_page, prompt, written), last=True)
 
 
 def blended(sources: dict[str, Source], values: list[float]) -> float:

@@ -22,7 +22,7 @@ from unit.observe.wandb_files import history
 
 from megatron.distributed import logs
 from megatron.training import loop
-from megatron.training.evaluate import END, LONGEST_PROMPT, SampleText, write_sample
+from megatron.training.evaluate import END, LONGEST_PROMPT, SampleText, sample_page, write_sample
 from megatron.training.run import Run
 from pretrain_gpt import main
 from tools.generate import choose
@@ -144,8 +144,10 @@ def test_the_ends_of_documents_are_told():
     def decode(ids: list[int]) -> str:
         return "<" + "+".join(map(str, ids)) + ">"
 
-    assert text.line(decode, 0) == f"<1> {END} <2> | <3> {END} {END}"
-    assert "&lt;3&gt;" in text.to_html(decode, 0) and "<3>" not in text.to_html(decode, 0)
+    prompt, written = text.readable(decode, 0)
+    assert (prompt.split(), written.split("\n")[0]) == (["<1>", *END.split(), "<2>"], "<3>")
+    assert written.count(END) == 2
+    assert "&lt;3&gt;" in sample_page(prompt, written)
 
 
 def test_the_log_and_wandb_have_it(tmp_path: Path, monkeypatch, capsys):
