@@ -137,7 +137,7 @@ def start(
             error.add_note(f"[{groups.describe()}, iteration {run.progress.iteration}]")
             first_line = str(error).partition("\n")[0]
             reason = f"{type(error).__name__}: {first_line}"
-            _end(run, 1, reason)
+            _write_end(run, 1, reason)
             PEERS.end(reason)
             raise
     disconnect()
@@ -381,7 +381,7 @@ def _train_and_evaluate(run: Run) -> int:
             ended = train(run)
         except NonFiniteError as error:
             finalize(run)
-            _end(run, 1, str(error).splitlines()[0])
+            _write_end(run, 1, str(error).splitlines()[0])
             if run.groups.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             return 1
@@ -396,11 +396,11 @@ def _train_and_evaluate(run: Run) -> int:
                 f" {ended.reason}: exiting at iteration {run.progress.iteration}; the evaluation "
                 "is incomplete"
             )
-    _end(run, ended.code, ended.reason)
+    _write_end(run, ended.code, ended.reason)
     return ended.code
 
 
-def _end(run: Run, code: int, reason: str) -> None:
+def _write_end(run: Run, code: int, reason: str) -> None:
     """Write the last event of this start; wandb's summary shows the goodput of all starts."""
     run.timing.events.end(run.progress.iteration, code, reason)
     folder = run.config.checkpoint.save

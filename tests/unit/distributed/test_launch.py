@@ -266,7 +266,7 @@ class TestDevice:
             (4, "torchrun", "auto", ("cuda:3", "nccl")),
             (4, "torchrun", "nccl", ("cuda:3", "nccl")),
             (2, "torchrun", "gloo", ("cuda:1", "gloo")),  # which shares GPUs
-            (1, "srun", "auto", ("cuda:0", "nccl")),  # each process sees one of its own
+            (1, "srun", "auto", ("cuda:0", "nccl")),  # each process sees a different one
             (1, "environment", "auto", ("cuda:0", "nccl")),
         ],
     )
