@@ -111,17 +111,14 @@ class StoredTensor:
 
     @property
     def pieces(self) -> list[Piece]:
+        pieces = []
         dims = len(self.shape)
         rows = self.rows.tolist()
-        return [
-            Piece(
-                tuple(rows[at + 2 : at + 2 + dims]),
-                tuple(rows[at + 2 + dims : at + 2 + 2 * dims]),
-                self.shards[rows[at]],
-                rows[at + 1],
-            )
-            for at in range(0, len(rows), 2 + 2 * dims)
-        ]
+        for at in range(0, len(rows), 2 + 2 * dims):
+            number, start, *box = rows[at : at + 2 + 2 * dims]
+            offset, extent = tuple(box[:dims]), tuple(box[dims:])
+            pieces.append(Piece(offset, extent, self.shards[number], start))
+        return pieces
 
 
 class Index:

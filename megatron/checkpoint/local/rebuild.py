@@ -132,7 +132,7 @@ def newest_local(nodes: Nodes, run: str, oldest: int, *, copies: bool) -> Found 
 
 def _listed(nodes: Nodes, run: str, oldest: int) -> list[tuple[int, str, list[int]]]:
     """Of each of this node's checkpoints of `run` the iteration, the digest of the manifest, and
-    the files that are here with their size.
+    the files that are here.
     """
     rows = []
     for iteration in list_iterations(nodes.run_folder(run)):
@@ -142,12 +142,11 @@ def _listed(nodes: Nodes, run: str, oldest: int) -> list[tuple[int, str, list[in
             content = decode_manifest(raw, folder / MANIFEST)
             if content["run"]["name"] != run or content["iteration"] != iteration:
                 continue
-            sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        except (CheckpointError, KeyError, OSError):
+        except (CheckpointError, KeyError):
             continue  # the manifest of another node lists what is missing here
         if iteration >= oldest:
-            records = enumerate(file_records(content))
-            files = [i for i, each in records if sizes.get(shard_file(i)) == each["bytes"]]
+            numbers = range(len(file_records(content)))
+            files = [number for number in numbers if (folder / shard_file(number)).exists()]
             rows.append((iteration, table_digest(raw), files))
     return rows
 
