@@ -196,8 +196,8 @@ def restore(found: Found, *, copies: bool) -> bool:
 
 
 def _make(found: Found, streams: list[Stream]) -> None:
-    """Replace the folder of every node by one with links to its old files, and the new ones. Raises
-    UserError on every rank when that fails; nothing has changed then.
+    """Replace the folder of every node that gets files by one with links to its old files, and the
+    new ones. Raises UserError on every rank when that fails; nothing has changed then.
     """
     nodes = found.nodes
     made = [{each.number for each in streams if each.to in ranks} for ranks in nodes.members]
@@ -211,7 +211,7 @@ def _make(found: Found, streams: list[Stream]) -> None:
     with NodeAttempt(nodes, found.run, found.iteration, "rebuilt") as attempt:
         attempt.gather_or_raise(link)
         attempt.make(streams, found.records, found.reader, found.folder, len(found.shards))
-        attempt.publish(found.manifest)
+        attempt.publish(found.manifest, bool(made[nodes.index]))
     for held, numbers in zip(found.held, made):
         held |= numbers
     to = ", ".join(

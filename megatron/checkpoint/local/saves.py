@@ -163,12 +163,14 @@ class NodeAttempt(Attempt):
 
         return {number: entry for each in self.gather_or_raise(carry_out) for number, entry in each}
 
-    def publish(self, manifest: bytes) -> None:
-        """Add the manifest and give the folder its name, in the place of one that is there."""
+    def publish(self, manifest: bytes, here: bool = True) -> None:
+        """Add the manifest and give the folder its name, in the place of one that is there: on this
+        node only if `here`, for a kill between the two renames loses what was there.
+        """
         target = self.root / iteration_folder(self.iteration)
 
         def replace() -> None:
-            if not self.nodes.first:
+            if not (self.nodes.first and here):
                 return
             write_file(self.folder / MANIFEST, manifest)
             sync_folder(self.folder)
