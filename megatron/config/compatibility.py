@@ -129,11 +129,12 @@ def rows() -> dict[str, CompatibilityRow]:
 @functools.cache
 def by_value(section: str) -> dict[tuple[str, str], str]:
     """(flag, word) -> text, of a table whose keys are a flag and words of it."""
-    found: dict[tuple[str, str], str] = {}
-    for flag_and_words, text in data()[section].items():
-        flag, *words = flag_and_words.split()
-        found |= {(flag, word): text.replace("{}", word) for word in words}
-    return found
+    return {
+        (flag, word): text.replace("{}", word)
+        for flag_and_words, text in data()[section].items()
+        for flag, *words in [flag_and_words.split()]
+        for word in words
+    }
 
 
 def check_program(content: dict[str, Any]) -> None:

@@ -109,11 +109,11 @@ class Reading:
             return
         if option.kind is bool:
             value = value == on
-        before = self.set_by.get(option.field)
-        if before is not None and self.value(option.field) != value:
+        before = self.set_by.get(option.field, "")
+        if before and self.value(option.field) != value:
             # a flag that is given twice is overridden on purpose; two that mean the same are not
-            own = [key(text.split()[0]) in options_by_flag() for text in (before, written)]
-            if all(own) or before.split()[0] == written.split()[0]:
+            flags = {key(text.split()[0]) for text in (before, written)}
+            if len(flags) == 1 or options_by_flag().keys() >= flags:
                 self.notes.append(f"{before} is overridden by the later {written}")
             else:
                 self.faults.append(f"{written}: contradicts {before}; drop one of them")

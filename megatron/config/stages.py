@@ -55,11 +55,12 @@ def frozen_units(config: Config) -> frozenset[str]:
     layers = config.model.num_layers
     tied = not config.model.untie_embeddings_and_output_weights
     found: set[str] = set()
-    for word in [] if config.optimizer.freeze is None else config.optimizer.freeze.split(","):
+    if config.optimizer.freeze is None:
+        return frozenset()
+    for word in config.optimizer.freeze.split(","):
         match = re.fullmatch(r"layers\.(\d+)(?:-(\d+))?", word)
         if match:
-            first = int(match[1])
-            last = int(match[2] or match[1])
+            first, last = int(match[1]), int(match[2] or match[1])
             if not first <= last < layers:
                 raise UserError(f"{word}: layers go from 0 to {layers - 1}")
             found.update(f"layers.{layer}" for layer in range(first, last + 1))
@@ -145,14 +146,9 @@ def layers_of_stages(config: Config) -> tuple[int, ...]:
     if distributed.pipeline_model_parallel_layout is not None:
         return parse_layout(distributed.pipeline_model_parallel_layout)
     if first is not None or last is not None:
-        given = {
-            rank: number for rank, number in ((0, first), (ranks - 1, last)) if number is not None
-        }
-        rest = (layers - sum(given.values())) // max(1, ranks - len(given))
-        return tuple(
-            given.get(rank, rest) // virtual
-            for rank in place(distributed.pipeline_schedule, ranks, virtual)
-        )
+        held = [first, *[None] * (ranks - 2), last]
+        rest = (layers - sum(filter(None, held))) // max(1, held.count(None))
+        return tuple((held[rank] or rest) // virtual for rank in placement_of(config))
     counts = [counted_layers(config) // (ranks * virtual)] * (ranks * virtual)
     counts[0] -= distributed.account_for_embedding_in_pipeline_split
     counts[-1] -= distributed.account_for_loss_in_pipeline_split

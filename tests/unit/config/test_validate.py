@@ -53,12 +53,6 @@ RULES = """
     --window-attn-skip-freq: '0': give 1 or more
 --position-embedding-type rope --no-rope-freq every
     --no-rope-freq: 'every' is neither a number nor a list of 0 and 1
---position-embedding-type rope --no-rope-freq True
-    --no-rope-freq: 'True' is neither a number nor a list of 0 and 1
---position-embedding-type rope --no-rope-freq 1+1
-    --no-rope-freq: '1+1' is neither a number nor a list of 0 and 1
---position-embedding-type rope --no-rope-freq [0]*9999+[1,1]
-    is neither a number nor a list of 0 and 1
 --swiglu --hidden-size 16
     --ffn-hidden-size is required: 8/3 x hidden-size rounded down to a multiple of 64 is 0 for
 --fp16 --loss-scale 128 --hysteresis 3
@@ -493,9 +487,6 @@ DERIVED = """
     profile_dir = tb
 --profile --save run
     profile_dir = None
-@latent --kv-channels 128 --qk-head-dim 24 --qk-pos-emb-head-dim 8 --v-head-dim 16
-    kv_channels = 32
-    num_query_groups = 4
 """
 
 
