@@ -259,8 +259,7 @@ def activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
             KIND=kind,
             GATE=kind in GATED,
             BIAS=bias is not None,
-            BLOCK=form.block,
-            num_warps=form.num_warps,
+            **form.launch(),
         )
     return y
 
@@ -290,9 +289,8 @@ def activation_backward(
         KIND=kind,
         GATE=kind in GATED,
         BIAS=bias is not None,
-        BLOCK=form.block,
         PREFETCH=form.prefetch,
-        num_warps=form.num_warps,
+        **form.launch(),
     )
     return dx, _sum_of(partials)
 

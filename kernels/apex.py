@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-SYMBOLS: dict[str, tuple[tuple[str, str], ...]] = {  # feature -> (module, function)
-    "adam": (("amp_C", "multi_tensor_adam"), ("apex.multi_tensor_apply", "multi_tensor_applier")),
-    "norm": tuple(
-        ("fused_layer_norm_cuda", name)
-        for name in (
-            "forward_affine",
-            "backward_affine",
-            "rms_forward_affine",
-            "rms_backward_affine",
-        )
+SYMBOLS: dict[str, dict[str, str]] = {  # feature -> function -> module
+    "adam": {"multi_tensor_adam": "amp_C", "multi_tensor_applier": "apex.multi_tensor_apply"},
+    "norm": dict.fromkeys(
+        ("forward_affine", "backward_affine", "rms_forward_affine", "rms_backward_affine"),
+        "fused_layer_norm_cuda",
     ),
-    "grad-norm": (
-        ("amp_C", "multi_tensor_l2norm"),
-        ("apex.multi_tensor_apply", "multi_tensor_applier"),
-    ),
-    "weight-grad": (("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),),
+    "grad-norm": {
+        "multi_tensor_l2norm": "amp_C",
+        "multi_tensor_applier": "apex.multi_tensor_apply",
+    },
+    "weight-grad": {"wgrad_gemm_accum_fp32": "fused_weight_gradient_mlp_cuda"},
 }
 
 
@@ -37,7 +32,8 @@ def symbols(feature: str) -> list[Callable]:
     """The functions of a feature. Raises ImportError or AttributeError where apex does not have
     them.
     """
-    return [getattr(importlib.import_module(module), name) for module, name in SYMBOLS[feature]]
+    modules = SYMBOLS[feature].items()
+    return [getattr(importlib.import_module(module), name) for name, module in modules]
 
 
 @functools.cache
@@ -52,36 +48,21 @@ def missing(feature: str) -> str | None:
     return None
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) of `torch.native_layer_norm` over the last dimension."""
-    forward, *_ = symbols("norm")
-    return forward(x.contiguous(), x.shape[-1:], weight, bias, eps)
+def norm(x: Tensor, parameters: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
+    """(y, rstd) of RMSNorm with a weight, (y, mean, rstd) of LayerNorm with weight and bias."""
+    layer, _, rms, _ = symbols("norm")
+    forward = rms if len(parameters) == 1 else layer
+    return forward(x.contiguous(), x.shape[-1:], *parameters, eps)
 
 
-def layer_norm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias)."""
-    _, backward, *_ = symbols("norm")
-    return backward(
-        dy.contiguous(), mean, rstd, x.contiguous(), x.shape[-1:], weight, bias, eps, False
-    )
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(y, rstd)."""
-    *_, forward, _ = symbols("norm")
-    return forward(x.contiguous(), x.shape[-1:], weight, eps)
-
-
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(dx, dweight)."""
-    *_, backward = symbols("norm")
-    return backward(dy.contiguous(), rstd, x.contiguous(), x.shape[-1:], weight, eps, False)
+def norm_backward(
+    dy: Tensor, x: Tensor, statistics: Sequence[Tensor], parameters: Sequence[Tensor], eps: float
+) -> tuple[Tensor, ...]:
+    """(dx, the gradient of each parameter)."""
+    _, layer, _, rms = symbols("norm")
+    backward = rms if len(parameters) == 1 else layer
+    shape, dy, x = x.shape[-1:], dy.contiguous(), x.contiguous()
+    return backward(dy, *statistics, x, shape, *parameters, eps, False)
 
 
 def l2_norm(buffers: Iterable[Tensor]) -> Tensor:
@@ -90,10 +71,8 @@ def l2_norm(buffers: Iterable[Tensor]) -> Tensor:
     """
     l2norm, applier = symbols("grad-norm")
     buffers = list(buffers)
-    norm, _ = applier(
-        l2norm, torch.zeros(1, dtype=torch.int, device=buffers[0].device), [buffers], False
-    )
-    return norm
+    overflow = torch.zeros(1, dtype=torch.int, device=buffers[0].device)
+    return applier(l2norm, overflow, [buffers], False)[0]
 
 
 def accumulate_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor) -> None:

@@ -81,6 +81,10 @@ class KernelLaunch:
     programs: int = 0
     prefetch: int = 1
 
+    def launch(self) -> dict[str, int]:
+        """The block and the warps, as a kernel's call takes them."""
+        return {"BLOCK": self.block, "num_warps": self.num_warps}
+
 
 def shared_memory(capability: int) -> int:
     """Bytes that a block of threads may have."""

@@ -158,8 +158,7 @@ def cross_entropy_parts(
             logits.stride(0),
             softcap or 0.0,
             SOFTCAP=softcap is not None,
-            BLOCK=form.block,
-            num_warps=form.num_warps,
+            **form.launch(),
         )
     return parts
 
@@ -194,8 +193,7 @@ def cross_entropy_backward_(
             logits.stride(0),
             softcap or 0.0,
             SOFTCAP=softcap is not None,
-            BLOCK=form.block,
-            num_warps=form.num_warps,
+            **form.launch(),
         )
 
 

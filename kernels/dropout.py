@@ -117,8 +117,7 @@ def dropout_add(
             round(probability * 2**32),
             1 / (1 - probability),
             ADD=residual is not None,
-            BLOCK=form.block,
-            num_warps=form.num_warps,
+            **form.launch(),
         )
     return y
 

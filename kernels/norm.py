@@ -471,8 +471,7 @@ def _forward(
             ADD=residual is not None,
             CENTRE=bias is not None,
             ROWS=form.rows,
-            BLOCK=form.block,
-            num_warps=form.num_warps,
+            **form.launch(),
         )
     return y, total, statistics
 
@@ -522,7 +521,7 @@ def _launch_backward(
     read, shape = (dy, x, weight, statistics), (rows, *view, width)
     written = (dy if dtotal is None else dtotal.contiguous(), dx, partials)
     add = dtotal is not None
-    fixed = {"CENTRE": kinds == 2, "BLOCK": form.block, "num_warps": form.num_warps}
+    fixed = {"CENTRE": kinds == 2, **form.launch()}
     if form.block >= width:
         fixed |= {"ROWS": form.rows, "PREFETCH": form.prefetch}
         backward_kernel[(programs,)](*read, *written, *shape, ADD=add, **fixed)

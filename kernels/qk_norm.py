@@ -273,8 +273,7 @@ def _shared(
         "TURN": width > 0,
         "HALF": width // 2,
         "ROWS": form.rows,
-        "BLOCK": form.block,
-        "num_warps": form.num_warps,
+        **form.launch(),
     }
 
 

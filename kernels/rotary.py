@@ -120,6 +120,5 @@ def rotary_(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
         GROUP=group,
         HALF=width // 2,
         HEADS=form.rows,
-        BLOCK=form.block,
-        num_warps=form.num_warps,
+        **form.launch(),
     )

@@ -90,21 +90,18 @@ class _ApexNorm(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, eps: float
     ) -> Tensor:
-        # apex's kernels, by whether the kind has a bias
-        y, *statistics = (
-            apex.rms_norm(x, weight, eps) if bias is None else apex.layer_norm(x, weight, bias, eps)
-        )
+        parameters = (weight,) if bias is None else (weight, bias)
+        y, *statistics = apex.norm(x, parameters, eps)
         ctx.save_for_backward(x, *statistics)
-        ctx.weight, ctx.bias, ctx.eps = weight, bias, eps
+        ctx.parameters, ctx.eps = parameters, eps
         return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        parameters = [ctx.weight] if ctx.bias is None else [ctx.weight, ctx.bias]
-        differentiate = apex.rms_norm_backward if ctx.bias is None else apex.layer_norm_backward
-        dx, *gradients = differentiate(dy, *ctx.saved_tensors, *parameters, ctx.eps)
+        x, *statistics = ctx.saved_tensors
+        dx, *gradients = apex.norm_backward(dy, x, statistics, ctx.parameters, ctx.eps)
         if ctx.needs_input_grad[1]:  # else it is frozen
-            accumulate_gradients(parameters, gradients, dx)
+            accumulate_gradients(ctx.parameters, gradients, dx)
         return dx, None, None, None
 
 

@@ -166,15 +166,6 @@ def test_shipped_tiles(device, monkeypatch, arch, d):
             flash_attention(*tensors, mask=mask, scale=scale, deterministic=False)
 
 
-def test_what_an_older_gpu_is_given(monkeypatch):
-    monkeypatch.setattr(lang, "capability", lambda _: 80)
-    x = torch.zeros(5, 2, 3, 48)[:, :, 1:]
-    pointer, *numbers = attention_launch.operand(x, 64)
-    assert pointer is x and numbers == [5, 48, 288, 144, 48]
-    assert "compute capability 8.0" in unsupported_atomics(64, None, 0.0, 80)
-    assert unsupported_atomics(64, None, 0.0, 90) is None
-
-
 def test_rows_that_see_nothing(device):
     tensors, gradients, (s, _, _), _, tile = make("odd_gqa", device)
     at = torch.arange(s, device=device)
