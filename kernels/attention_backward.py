@@ -434,14 +434,15 @@ def allocate(
     """The tensors of a backward pass whose programs take `keys` keys."""
     q, k, v = by_key_head(qkv)
     heads, m = q.shape[2:4], q.shape[3]
-    operands = (q, k, v, out.unflatten(2, heads), dout.unflatten(2, heads))
-    operands = [aligned(x.flatten(1, 2)) for x in operands]
+    by_head = (q, k, v, out.unflatten(2, heads), dout.unflatten(2, heads))
+    q, k, v, out, dout = (aligned(x.flatten(1, 2)) for x in by_head)
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     dq, dk, dv = (x.view(len(x), -1, *x.shape[3:]) for x in by_key_head(gradients))
     parts = _allocate_parts(dk, dv, m, keys)
     dq_sum = None if deterministic else torch.zeros(dq.shape, device=dq.device)
     *rows, s = lse.shape
     base, delta = torch.empty(2, *rows, -(-s // TILE) * TILE, device=lse.device).unbind()
+    operands = (q, k, v, out, dout)
     return BackwardTensors(*operands, gradients, dq, dk, dv, *parts, dq_sum, base, delta)
 
 
@@ -454,7 +455,8 @@ def _allocate_parts(dk: Tensor, dv: Tensor, m: int, keys: int) -> tuple[int, Ten
     if members == m:
         return members, dk, dv
     shape = (2, t, groups * (m // members), d)
-    return members, *torch.empty(shape, device=dk.device).unbind()
+    dk_parts, dv_parts = torch.empty(shape, device=dk.device).unbind()
+    return members, dk_parts, dv_parts
 
 
 def prepare(tensors: BackwardTensors, lse: Tensor, dlse: Tensor | None) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _automatic(
     taken without a measurement too where it is `trusted`, on the architectures of CHECKED_ON.
     """
     is_gpu, arch = device.type == "cuda", lang.capability(device)
-    passed_over = []  # why each of them was
+    passed_over: list[str] = []  # why each of them was
     for name, reason in reasons.items():
         because = passed_over[0] if passed_over else ""
         found = MEASURED.get((operator, name, arch))

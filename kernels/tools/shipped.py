@@ -98,7 +98,7 @@ def _launched(
 ) -> Compiled:
     """A kernel that follows its input's width."""
     sizes = {"ROWS": form.rows, "BLOCK": form.block, "PREFETCH": form.prefetch}
-    return _compiled(name, kernel, types, sizes | fixed, form.row, form.num_warps, unaligned)
+    return _compiled(name, kernel, types, {**sizes, **fixed}, form.row, form.num_warps, unaligned)
 
 
 def _typed(kind: str, names: str) -> dict[str, str]:
