@@ -12,7 +12,6 @@ import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from megatron.model.loss import cross_entropy, linear_cross_entropy, sharded_cro
 from megatron.model.mlp import MLP, TiledMLP
 from megatron.model.norm import AddNorm
 from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute, always_rebuilt
-from megatron.model.recompute_context import OffloadableTensor, RecomputeContext
+from megatron.model.recompute_context import ParkedTensors, RecomputeContext
 from megatron.model.spec import (
     NO_TP,
     Multipliers,
@@ -144,7 +143,7 @@ class Layer(nn.Module):
         """What backward passes compute again, from the next forward pass on."""
         self.recompute = choice
 
-    def parking(self) -> AbstractContextManager[list[ref[OffloadableTensor]]]:
+    def parking(self) -> AbstractContextManager[ParkedTensors]:
         """Around a forward pass: the tensors that it saves, of a layer that knows."""
         return nullcontext([])
 
@@ -266,7 +265,7 @@ class TransformerLayer(Layer):
         modules = choice.modules | always_rebuilt(self.config)
         self.recompute_context.wrap(self, modules, (self.input_norm, self.mlp_norm))
 
-    def parking(self) -> AbstractContextManager[list[ref[OffloadableTensor]]]:
+    def parking(self) -> AbstractContextManager[ParkedTensors]:
         modules = dict(self.named_modules())
         filed = FILED_UNDER | ({"mlp": ("", "")} if self.record.experts else {})
         return self.recompute_context.parking(

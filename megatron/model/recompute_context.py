@@ -68,6 +68,8 @@ class OffloadableTensor:
 
 
 Saved = Tensor | SavedPlace | OffloadableTensor
+# weak, since parts of a graph go unused
+ParkedTensors = list[weakref.ref[OffloadableTensor]]
 
 
 def place_in_storage(tensor: Tensor) -> tuple[Any, ...]:
@@ -153,8 +155,8 @@ class RecomputeContext:
         # in a forward pass, by storage: results that are not kept. A weak reference keeps the
         # storage's identity from being given to another.
         self.results: dict[int, tuple[StorageWeakRef, RecomputedTensor, int]] | None = None
-        # in a forward pass whose tensors may leave; weak, since parts of a graph go unused
-        self.parked: list[weakref.ref[OffloadableTensor]] | None = None
+        # in a forward pass whose tensors may leave
+        self.parked: ParkedTensors | None = None
         self.reader = ""  # the module that reads what is saved now
 
     # ---- wrapping, once for all forward passes to come
@@ -240,12 +242,12 @@ class RecomputeContext:
     @contextlib.contextmanager
     def parking(
         self, readers: Iterable[tuple[nn.Module, str, str | None]]
-    ) -> Iterator[list[weakref.ref[OffloadableTensor]]]:
+    ) -> Iterator[ParkedTensors]:
         """Around a forward pass whose tensors may leave the device: all that it saves. `readers`:
         for a module the name under which tensors are filed when it is called, and the name from its
         end on (None: as before).
         """
-        parked: list[weakref.ref[OffloadableTensor]] = []
+        parked: ParkedTensors = []
         with contextlib.ExitStack() as hooks, self._packing(parked):
             for module, name, after in readers:
                 file = partial(self._file_under, name)
@@ -260,9 +262,7 @@ class RecomputeContext:
         self.reader = name
 
     @contextlib.contextmanager
-    def _packing(
-        self, parked: list[weakref.ref[OffloadableTensor]] | None = None
-    ) -> Iterator[None]:
+    def _packing(self, parked: ParkedTensors | None = None) -> Iterator[None]:
         """Around the forward pass of the layer."""
         assert self.results is None, "two forward passes of a layer at a time"
         self.results, self.parked, self.reader = {}, parked, ""

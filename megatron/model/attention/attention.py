@@ -28,7 +28,7 @@ from megatron.model.attention.context_parallel import (
     sequence_for_heads,
 )
 from megatron.model.attention.ring_attention import (
-    AttentionStep,
+    AttentionSteps,
     BlockAttention,
     GatheredAttention,
     RingAttention,
@@ -66,7 +66,7 @@ class Seen:
 
     mask: AttentionMask
     places: Places | None = None  # under context parallelism
-    steps: tuple[AttentionStep, ...] = ()  # of attention, where it is computed in several
+    steps: AttentionSteps = ()  # of attention, where it is computed in several
 
 
 def seen_by_queries(
@@ -97,7 +97,7 @@ def seen_by_queries(
 
 def _steps(
     config: ModelConfig, cp: ContextParallel, places: Places, document_starts: Tensor | None
-) -> tuple[AttentionStep, ...]:
+) -> AttentionSteps:
     """The steps of attention, one a block of keys; none where it is computed at once."""
     # a2a+p2p: the ranks that exchange heads are one rank of the ring
     axis = cp.ring
@@ -291,7 +291,7 @@ class CoreAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        steps: tuple[AttentionStep, ...],
+        steps: AttentionSteps,
         dropout_state: DropoutState | None,
         backend: str,
     ) -> Tensor:

@@ -62,6 +62,9 @@ class AttentionStep(NamedTuple):
     keys: slice = ALL
 
 
+AttentionSteps = tuple[AttentionStep, ...]
+
+
 def ring_steps(
     places: Tensor,
     rank: int,
@@ -69,7 +72,7 @@ def ring_steps(
     document_starts: Tensor | None,
     *,
     by_positions: bool,
-) -> tuple[AttentionStep, ...]:
+) -> AttentionSteps:
     """The steps of a rank, its own block first, where ranks hold the positions `places` [C, s] of
     samples of length C s. document_starts [b, C s], where attention ends at them. `by_positions`:
     masks are to know positions where they need not, for dropout.
@@ -223,7 +226,7 @@ def _attend(
 
 
 def _around_ring(
-    own: Tensor, steps: tuple[AttentionStep, ...], axis: Axis
+    own: Tensor, steps: AttentionSteps, axis: Axis
 ) -> Iterator[tuple[AttentionStep, Tensor]]:
     """The steps with the keys and values that have arrived: the next ones are on their way while a
     step is computed.
@@ -268,7 +271,7 @@ class RingAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        steps: tuple[AttentionStep, ...],
+        steps: AttentionSteps,
         block: BlockAttention,
         axis: Axis,
     ) -> Tensor:
