@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -124,24 +124,24 @@ def all_reduce_totals(run: Run, batch: GlobalBatch, sums: MicroBatchSums) -> dic
     with run.timers("optimizer"):
         # A save in the background continues when all ranks are ready for its next part.
         ready = run.checkpoints.ready() if run.checkpoints is not None else ()
-        exits = run.exits.requests()
-        # empty unless a console line will show them
-        rank_times = timer.table() if timer and batch.due.log else ()
-        requests = to_device([*exits, *ready, *rank_times], run.device)
-        exits, ready, rank_times = requests.split([len(exits), len(ready), len(rank_times)])
+        of_host = {
+            "exit_requests": run.exits.requests(),
+            "save_requests": ready,
+            # empty unless a console line will show them
+            "rank_times": timer.table() if timer and batch.due.log else (),
+        }
+        numbers = to_device([*chain(*of_host.values())], run.device)
         own = {
             "grad_sq_sum": run.optimizer.grad_sq_sum().reshape(1),
             "losses": sums.losses,
             "valid_tokens": sums.valid_tokens,
             **sums.scalars,
-            "exit_requests": exits,
-            "save_requests": ready,
-            "rank_times": rank_times,
         }
-        vector, sizes = torch.cat([*own.values()]), [len(part) for part in own.values()]
+        own |= zip(of_host, numbers.split([*map(len, of_host.values())]))
+        vector = torch.cat([*own.values()])
         with run.waiting_for_all():
             totals = all_reduce(vector, run.groups.world)
-        return dict(zip(own, totals.split(sizes)))
+        return dict(zip(own, totals.split([*map(len, own.values())])))
 
 
 def update(

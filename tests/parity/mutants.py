@@ -100,8 +100,8 @@ reduced one micro-batch too early | documents tp2 dp2
     if often else count => if often else count - 1
 = megatron/training/step.py all_reduce_totals
 local instead of global token count | uneven tp2 dp2
-    return dict(zip(own, totals.split(sizes))) =>
-        return dict(zip(own, totals.split(sizes))) | {
+    return dict(zip(own, totals.split([*map(len, own.values())]))) =>
+        return dict(zip(own, totals.split([*map(len, own.values())]))) | {
         "valid_tokens": all_reduce(sums.valid_tokens.clone(), run.groups.tp) * run.groups.dp.size}
 = megatron/training/step.py update
 scaled by the data-parallel size | gpt dp2 serial
