@@ -49,12 +49,13 @@ class Watched:
         return self.forward_backward(run, batch)
 
     def on_micro_batch(self, model, *batch, **settings):
-        self.turns.begin_micro_batch(self.index)
-        self.index += 1
+        if self.run is not None:  # the plan makes a micro-batch before the first step
+            self.turns.begin_micro_batch(self.index)
+            self.index += 1
         return self.micro_batch(model, *batch, **settings)
 
     def on_backward(self, passes, kind, layer, *arguments):
-        if isinstance(layer, HeadLayer):  # the first of a micro-batch
+        if self.run is not None and isinstance(layer, HeadLayer):  # the first of a micro-batch
             self.turns.begin_backward()
         return self.backward(passes, kind, layer, *arguments)
 

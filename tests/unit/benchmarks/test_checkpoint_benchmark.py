@@ -18,35 +18,20 @@ RANK_BYTES = 384 * 16**2 + 768  # --hidden 16: matrices and norms
 def test_a_measurement(tmp_path):
     out, table = tmp_path / "out.json", tmp_path / "page.md"
     table.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
-    tool.main(
-        [
-            "--peers",
-            str(tmp_path),
-            *"--processes 2 --places tmpfs --systems".split(),
-            *SOME,
-            *"--hidden 16 --rounds 1 --patience 0 --quiet 99".split(),
-            "--out",
-            str(out),
-            "--table",
-            str(table),
-        ]
-    )
+    words = ["--peers", str(tmp_path), "--out", str(out), "--table", str(table), "--systems", *SOME]
+    sizes = "--processes 2 --places tmpfs --hidden 16 --rounds 1 --patience 0 --quiet 99"
+    tool.main([*words, *sizes.split()])
     [(name, measured)] = json.loads(out.read_text())["settings"].items()
     assert name == "tmpfs, 2 processes"
     for kind in ("first", "memory", "runs"):
         assert [run["system"] for run in measured[kind]] == SOME
     for run in measured["runs"]:
         assert 0 < run["stall"] <= run["total"] < 60 and run["state"] == RANK_BYTES
-        assert len(run["bytes"]) == 2 and all(
-            run["state"] <= size < run["state"] + 65536 for size in run["bytes"]
-        )
+        assert len(run["bytes"]) == 2
+        assert all(run["state"] <= size < run["state"] + 65536 for size in run["bytes"])
     text = table.read_text()
-    assert (
-        text.startswith("before\n")
-        and text.endswith("after\n")
-        and "old" not in text
-        and "| tmpfs, 2 processes | ours, async |" in text
-    )
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| tmpfs, 2 processes | ours, async |" in text
 
 
 SOME = ["raw pwrite", "ours", "ours, async"]

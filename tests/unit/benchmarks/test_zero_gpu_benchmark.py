@@ -25,17 +25,11 @@ def test_the_models_have_the_sizes_of_their_names():
         count = parameter_count(config.model, config.data.vocab_size + 1)["total"]
         size = float(case.model[:-1]) * {"M": 1e6, "B": 1e9}[case.model[-1]]
         assert count == pytest.approx(size, rel=0.04), case
-        assert (
-            config.training.global_batch_size == case.micro_batch * case.accumulation * case.ranks
-        )
-        assert (
-            config.distributed.zero_stage == case.stage
-            and config.optimizer.optimizer_cpu_offload == case.offload
-        )
+        samples = case.micro_batch * case.accumulation * case.ranks
+        assert config.training.global_batch_size == samples
+        assert config.distributed.zero_stage == case.stage
+        assert config.optimizer.optimizer_cpu_offload == case.offload
         assert config.optimizer.param_cpu_offload == case.params
-    assert {
-        case.accumulation * case.micro_batch * 2048 for case in ALL if case.part == "offload"
-    } == {8192, 16384, 32768}
     assert len(set(ALL)) == len(ALL)
 
 
@@ -57,25 +51,19 @@ def test_a_case_takes_real_steps_and_holds_what_is_planned(case, monkeypatch):
     result = tool.run_case(case, tiny=True)
     assert "failed" not in result, result["failed"]
     # log(128) = 4.85
-    assert (
-        result["skipped"] == 0 and 4 < result["loss"] < 5.2 and len(result["times"]) == tool.STEPS
-    )
+    assert result["skipped"] == 0 and 4 < result["loss"] < 5.2
+    assert len(result["times"]) == tool.STEPS
     slack = 4096  # scalars, and the micro-batch
-    assert (
-        0 <= result["between"] - result["planned_between"] <= slack
-        and 0 <= result["between_kinds"]["other"] <= slack
-    )
+    kinds, planned = result["between_kinds"], result["planned_kinds"]
+    assert 0 <= result["between"] - result["planned_between"] <= slack
+    assert 0 <= kinds["other"] <= slack
     if not case.offload:
-        assert all(
-            result["between_kinds"][kind] == result["planned_kinds"][kind]
-            for kind in ("parameters", "optimizer")
-        )
+        for kind in ("parameters", "optimizer"):
+            assert kinds[kind] == planned[kind]
     # The plan of a CPU has the rounds that Gloo receives; nothing is received here.
-    assert (
-        result["planned_peak"] - result["planned_kinds"]["scratch"]
-        <= 1.03 * result["peak"]
-        <= 1.03 * result["planned_peak"]
-    )
+    assert result["planned_peak"] - planned["scratch"] <= 1.03 * result["peak"]
+    # the plan counts no scalars
+    assert result["peak"] - kinds["other"] <= result["planned_peak"]
 
 
 def test_cases_run_in_processes_of_their_own_and_failures_are_recorded(
