@@ -62,8 +62,7 @@ def test_a_case_takes_real_steps_and_holds_what_is_planned(case, monkeypatch):
             assert kinds[kind] == planned[kind]
     # The plan of a CPU has the rounds that Gloo receives; nothing is received here.
     assert result["planned_peak"] - planned["scratch"] <= 1.03 * result["peak"]
-    # the plan counts no scalars
-    assert result["peak"] - kinds["other"] <= result["planned_peak"]
+    assert result["peak"] <= result["planned_peak"] + slack
 
 
 def test_cases_run_in_processes_of_their_own_and_failures_are_recorded(
