@@ -144,11 +144,14 @@ def test_any_lost_node_is_rebuilt_bit_for_bit(job, redundancy, size, each):
     before = nodes.files()
     origin = "partners" if redundancy == "partner" else "XOR groups"
     for node in range(size // each):
+        other = nodes.root / str((node + 1) % (size // each)) / FOLDER / ONE
+        untouched = other.stat().st_ino
         nodes.lose(node)
         iteration, good, lines = nodes.restart(7)
         assert (iteration, good) == (1, True)
         assert f"rebuilt from their {origin}: node {node} (" in lines[0]
         assert nodes.files() == before and nodes.leftovers() == []
+        assert other.stat().st_ino == untouched  # a kill between two renames could lose it
 
 
 @REDUNDANT
