@@ -226,13 +226,17 @@ def _make(found: Found, streams: list[Stream]) -> None:
 
 
 def _second_copies(found: Found) -> list[Stream]:
-    """Every shard that one node alone has goes to the next one."""
+    """Every shard that one node alone has goes to the other one with the fewest files."""
     streams = []
+    load = [len(held) for held in found.held]
     for number in found.shards:
         holders = found.holders(number)
         if len(holders) == 1:
-            to = found.nodes.rank((holders[0] + 1) % len(found.held), number)
-            streams.append(Stream.copy(number, found.records[number]["bytes"], to))
+            others = [node for node in range(len(load)) if node not in holders]
+            node = min(others, key=load.__getitem__)
+            load[node] += 1
+            size, to = found.records[number]["bytes"], found.nodes.rank(node, number)
+            streams.append(Stream.copy(number, size, to))
     return streams
 
 
