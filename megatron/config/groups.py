@@ -43,7 +43,7 @@ GPT2_BPE = "tokenizer_type=GPT2BPETokenizer"
 WARMUP = "lr_warmup_iters|lr_warmup_samples|lr_warmup_fraction"
 CHANGING = "weight_decay_incr_style=linear,cosine"
 
-fp8_flag = partial(flag, needs="fp8_format", change=STEPS)
+fp8_flag = partial(flag, needs="fp8_format=e4m3,hybrid", change=STEPS)
 first_last_flag = partial(
     flag, bound=NOT_NEGATIVE, idle_without="first_last_layers_bf16", change=STEPS
 )
@@ -87,11 +87,11 @@ class PrecisionConfig:
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = fp8_flag("tensorwise")
     """What shares a scale: a tensor, a row, or 128 consecutive elements of a row (blockwise). With
     rowwise, weight gradients are not computed in FP8."""
-    fp8_wgrad: bool = flag(True, idle_without="fp8_format", change=STEPS)
+    fp8_wgrad: bool = flag(True, idle_without="fp8_format=e4m3,hybrid", change=STEPS)
     """Compute weight gradients in FP8 too."""
     fp8_min_width: int = fp8_flag(4096)
     """Fewest inputs and outputs of a linear layer in FP8; narrower ones gain little."""
-    first_last_layers_bf16: bool = flag(False, idle_without="fp8_format", change=STEPS)
+    first_last_layers_bf16: bool = flag(False, idle_without="fp8_format=e4m3,hybrid", change=STEPS)
     """Keep the first and last transformer layers out of FP8."""
     num_layers_at_start_in_bf16: int = first_last_flag(1)
     """Number of first layers for --first-last-layers-bf16."""

@@ -86,17 +86,16 @@ def help_text(argv: list[str]) -> str:
 
 def _groups(name: str) -> str:
     """The flags of a group, of `all`, or without a name the groups."""
-    flags: dict[str, list[Option]] = {each: [] for each in GROUPS}
-    for option in FIELDS.values():
-        flags[option.group].append(option)
+    flags = {
+        each: [option for option in FIELDS.values() if option.group == each] for each in GROUPS
+    }
     if name == "all":
         return _listing(flags, commands=True)
     if name in flags:
         return _listing({name: flags[name]})
     if name:
-        known = ", ".join([*GROUPS, "all"])
-        near = did_you_mean(name, GROUPS)
-        raise UserError(f"--help {name}: no such group; the groups are {known}{near}")
+        known, near = ", ".join(GROUPS), did_you_mean(name, GROUPS)
+        raise UserError(f"--help {name}: no such group; the groups are {known}, all{near}")
     lines = [f"  {each:13} {len(flags[each]):3} flags: {GROUPS[each].__doc__}" for each in flags]
     return _listing({}, commands=True) + "\n".join(["\ngroups:", *lines])
 

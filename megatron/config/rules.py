@@ -201,7 +201,7 @@ def multiple(run: RunView, field: str, unit: int, what: str) -> Faults:
     value = getattr(run, field)
     if value % unit:
         near = nearest(value, unit)
-        yield (f"@{field}: must be a multiple of {what}; the nearest is {near}")
+        yield f"@{field}: must be a multiple of {what}; the nearest is {near}"
 
 
 def divisor(run: RunView, field: str, number: int, what: str, least: int = 1) -> Faults:
@@ -209,7 +209,7 @@ def divisor(run: RunView, field: str, number: int, what: str, least: int = 1) ->
     size = getattr(run, field)
     if number % size:
         near = nearest_divisor(number, size, least)
-        yield (f"@{field}: must divide {what}; the nearest that fits is {near}")
+        yield f"@{field}: must divide {what}; the nearest that fits is {near}"
 
 
 def _is_valid(run: RunView, field: str) -> bool:
@@ -222,7 +222,7 @@ def ranges(run: RunView) -> Faults:
     """Numbers outside the bounds that their fields declare."""
     for field, option in FIELDS.items():
         if option.bound and getattr(run, field) is not None and not _is_valid(run, field):
-            yield (f"@{field}: must be {option.bound.text}")
+            yield f"@{field}: must be {option.bound.text}"
 
 
 def _changed(run: RunView) -> Iterator[tuple[str, list[str]]]:
@@ -238,7 +238,7 @@ def idle(run: RunView) -> Faults:
     """Remarks on flags without effect, see `metadata.flag`."""
     for field, missing in _changed(run):
         for condition in missing:
-            yield (f"@{field}: has no effect without {condition_text(condition)}")
+            yield f"@{field}: has no effect without {condition_text(condition)}"
 
 
 def two_fields(run: RunView) -> Faults:
@@ -248,7 +248,7 @@ def two_fields(run: RunView) -> Faults:
             if not run.holds(condition):
                 text = condition_text(condition)
                 fix = f"{'set' if text.startswith('--') else 'use'} {text}"
-                yield (f"@{field}: has no effect without {text}; remove it or {fix}")
+                yield f"@{field}: has no effect without {text}; remove it or {fix}"
     for ones, others, why, fix in EXCLUSIONS:
         given = (filter(run.holds, conditions.split()) for conditions in (ones, others))
         for one, other in itertools.product(*map(list, given)):

@@ -62,7 +62,7 @@ def _bounds(run: RunView) -> Faults:
     ):
         if number > most:
             fix = fewer if field == "global_batch_size" else "give fewer"
-            yield (f"@{field}: {number:,} {what}, at most {most:,} are planned for; {fix}")
+            yield f"@{field}: {number:,} {what}, at most {most:,} are planned for; {fix}"
 
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
@@ -83,7 +83,7 @@ def _freeze(run: RunView) -> Faults:
         frozen = frozen_units(run.config)
     if run.decoupled_lr is not None and not run.skip_train and frozen >= {"embedding", "head"}:
         text = "is the learning rate of the embedding and the head, which"
-        yield (f"@decoupled_lr: {text} @freeze freezes; drop one")
+        yield f"@decoupled_lr: {text} @freeze freezes; drop one"
 
 
 # ---------------------------------------------------------------- data and tokenizer
@@ -148,7 +148,7 @@ def _tokenizer(run: RunView) -> Faults:
     for field in ("padded_vocab_size", *["vocab_size"] * has_files):
         rows = getattr(run, field)
         if None not in (run.vocabulary, rows) and rows < run.vocabulary:
-            yield (f"@{field}: the tokenizer has {run.vocabulary} tokens; give that or more")
+            yield f"@{field}: the tokenizer has {run.vocabulary} tokens; give that or more"
 
 
 # ---------------------------------------------------------------- batches and lengths
@@ -207,15 +207,15 @@ def _lengths(run: RunView) -> Faults:
     for name in names if is_read else names[:1]:
         other = name.replace(unit, wrong)
         if has_one_unit and getattr(run, other):
-            yield (f"@{other}: the run is measured in --train-{unit}; use {flag_name(name)}")
+            yield f"@{other}: the run is measured in --train-{unit}; use {flag_name(name)}"
     warmup, decay, final = (getattr(run, name) or 0 for name in names)
     if decay and warmup >= decay and is_read:
-        yield (f"@{names[0]}: must be smaller than @{names[1]}")
+        yield f"@{names[0]}: must be smaller than @{names[1]}"
     if run.has_final_decay and not final:
         text = f"give {flag_name(names[2])}, the length of its final decay"
         yield f"@lr_decay_style: {text}"
     elif run.has_final_decay and decay and final + warmup > decay:
-        yield (f"@{names[2]}: does not fit into @{names[1]} after the warm-up")
+        yield f"@{names[2]}: does not fit into @{names[1]} after the warm-up"
 
 
 # ---------------------------------------------------------------- files and logging
@@ -254,7 +254,7 @@ def _load(run: RunView) -> Faults:
     is_own = run.save is not None and os.path.abspath(run.load) == os.path.abspath(run.save)
     if not os.path.isdir(run.load) and (not is_own or run.exit_on_missing_checkpoint):
         text = "for a first start give the same folder as --save, or drop --load"
-        yield (f"@load: no such folder; {text}")
+        yield f"@load: no such folder; {text}"
 
 
 def _files(run: RunView) -> Faults:
@@ -263,16 +263,16 @@ def _files(run: RunView) -> Faults:
             yield f"@{field}: {fault}"
     if run.metrics_file is not None:
         if fault := _cannot_be_made(Path(run.metrics_file).absolute().parent):
-            yield (f"@metrics_file: its folder {fault}")
+            yield f"@metrics_file: its folder {fault}"
     if run.pipeline_timeline is not None:
         folder = Path(run.pipeline_timeline).absolute().parent
         if not folder.is_dir():
-            yield (f"@pipeline_timeline: no such folder: {folder}; make it first")
+            yield f"@pipeline_timeline: no such folder: {folder}; make it first"
     if run.holds_all("save_retain_interval save") and not run.save_interval:
-        yield ("@save_retain_interval: set --save-interval, of which it is a multiple")
+        yield "@save_retain_interval: set --save-interval, of which it is a multiple"
     outside = [rank for rank in run.profile_ranks if rank < 0 or 0 < run.world <= rank]
     if run.profile and outside:
-        yield (f"@profile_ranks: there is no rank {outside[0]}; ranks count from 0")
+        yield f"@profile_ranks: there is no rank {outside[0]}; ranks count from 0"
 
 
 RULES: tuple[Rule, ...] = (
@@ -311,7 +311,7 @@ def _remarks(run: RunView) -> Faults:
         if getattr(run, moment) == "bf16" and 1 - getattr(run, beta) < 2**-8:
             text = "a step changes the moment by less than bf16 can hold, so it hardly decays"
             fix = f"give {flag_name(beta)} 0.99 or less, or keep it in fp32"
-            yield (f"@{moment}: with @{beta} {text}; {fix}")
+            yield f"@{moment}: with @{beta} {text}; {fix}"
     if run.has("window_size", "seq_length") and run.window_size >= run.seq_length:
         yield "@window_size covers @seq_length: full causal attention"
     if run.save is None and not run.skip_train:
