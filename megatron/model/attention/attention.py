@@ -264,9 +264,10 @@ class CoreAttention(nn.Module):
         backend = self.backend[dropout_state is not None]
         axis = self.cp.heads
         if axis.size > 1:  # all-to-all: the positions of all ranks of fewer heads
-            qkv = heads_for_sequence(*qkv, axis)
+            q, k, v = qkv
+            qkv = heads_for_sequence(q, k, v, axis)
         if seen.steps:
-            out = self._by_blocks(*qkv, seen.steps, dropout_state, backend)
+            out = self._by_blocks(qkv, seen.steps, dropout_state, backend)
         else:
             if self.cp.gathers and seen.places is not None:  # one call over all keys
                 q, k, v = qkv
@@ -288,14 +289,13 @@ class CoreAttention(nn.Module):
 
     def _by_blocks(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        qkv: tuple[Tensor, ...],
         steps: AttentionSteps,
         dropout_state: DropoutState | None,
         backend: str,
     ) -> Tensor:
         """Attention over the blocks of keys of a ring's ranks, or of all."""
+        q, k, v = qkv
         if q.is_cuda and backend in SDPA:  # which gives no log-sum-exp there
             backend = "plain"
         dropped = _dropped(self.dropout, dropout_state, backend)
