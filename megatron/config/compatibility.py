@@ -38,7 +38,7 @@ class CompatibilityRow:
     text: str  # of `equals`: the flags of ours that they mean
     values: tuple[str, ...] = ()
     choices: dict[str, str] | None = None  # value -> flags of ours; "" is no value
-    when: Sequence[str] = ()  # alternatives: rules that all count, see rules.py
+    when: Sequence[str] = ()  # alternatives: conditions that all hold, see derive.RunView.holds
     otherwise: str = ""
 
     def answer(self, run: RunView, words: Words) -> tuple[str, str]:
@@ -49,6 +49,8 @@ class CompatibilityRow:
         is_accepted = bool(words) and set(words) <= set(self.values)
         if self.verdict == "refused":
             return "fault", self.text
+        if self.verdict == "only" and not words:
+            return "fault", "no value follows it (is a shell variable unset?)"
         if self.verdict == "only" and not is_accepted:
             return "fault", f"{self.text} (accepted: {', '.join(self.values)})"
         if self.verdict == "note":

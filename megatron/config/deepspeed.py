@@ -129,9 +129,10 @@ class DeepSpeedFile:
         if missing := [condition_text(each) for each in conditions if not run.holds(each)]:
             return f"has no effect without {' and '.join(missing)}"
         try:
-            return self._settle(field, CONVERSIONS.get(key, lambda value: value)(value))
+            theirs = CONVERSIONS.get(key, lambda value: value)(value)
         except TypeError:
             raise UserError("expected a number") from None
+        return self._settle(field, theirs)
 
     def _settle(self, name: str, theirs: Any) -> str:
         """The note on a value of our field, which equals ours or is taken. Raises UserError for one

@@ -91,6 +91,7 @@ TEXTS = {
     "loss_scale=None": "dynamic loss scaling (no --loss-scale)",
     "mock_data=False": "data files (--data-path or --train-data-path)",
     "group_query_attention|one_group_a_head=True": "--group-query-attention",
+    "lr_warmup_iters>0|lr_warmup_samples>0|lr_warmup_fraction>0": "a warm-up (--lr-warmup-iters)",
     "replicas>1": "several data- or context-parallel ranks",
     "sequence_parallel=False": "copies on tensor-parallel ranks (no --sequence-parallel)",
     "world>1": "several ranks",
@@ -224,7 +225,7 @@ class RunView:
 
     def spell_out(self, text: str) -> str:
         """A text with each `@field` as the flag with its value."""
-        return re.sub(r"@(\w+)", lambda match: self._shown(match[1]), text)
+        return re.sub(r"(?<!\S)@(\w+)", lambda match: self._shown(match[1]), text)
 
     def _shown(self, word: str) -> str:
         return self.show(word) if word in FIELDS else f"@{word}"

@@ -40,7 +40,7 @@ from megatron.config.schedules import SCHEDULES
 PIPELINE = "pipeline_model_parallel_size>1"
 MODEL_FILE = "tokenizer_type=SentencePieceTokenizer,HuggingFaceTokenizer,TikTokenizer"
 GPT2_BPE = "tokenizer_type=GPT2BPETokenizer"
-WARMUP = "lr_warmup_iters|lr_warmup_samples|lr_warmup_fraction"
+WARMUP = "lr_warmup_iters>0|lr_warmup_samples>0|lr_warmup_fraction>0"
 CHANGING = "weight_decay_incr_style=linear,cosine"
 
 fp8_flag = partial(flag, needs="fp8_format=e4m3,hybrid", change=STEPS)

@@ -52,8 +52,9 @@ def _bounds(run: RunView) -> Faults:
         passes = layers * planned_micro_batches(run.pipeline_schedule, run.pp, count)
     if run.has("global_batch_size") and len(run.rampup_batch_size or ()) == 3:
         start, step, _ = run.rampup_batch_size
-        increments = (run.global_batch_size - start) // max(1, step)
+        increments = (run.global_batch_size - start) // step if step > 0 else 0
     fewer = "raise --micro-batch-size, or use more data-parallel ranks"
+    fixes = {"global_batch_size": fewer, "rampup_batch_size": "raise the increment"}
     for field, number, most, what in (
         ("num_layers", layers, MOST_LAYERS, "layers"),
         ("global_batch_size", count, MOST_MICRO_BATCHES, "micro-batches in each step of a rank"),
@@ -61,7 +62,7 @@ def _bounds(run: RunView) -> Faults:
         ("rampup_batch_size", increments, MOST_INCREMENTS, "increments"),
     ):
         if number > most:
-            fix = fewer if field == "global_batch_size" else "give fewer"
+            fix = fixes.get(field, "give fewer")
             yield f"@{field}: {number:,} {what}, at most {most:,} are planned for; {fix}"
 
 
@@ -236,7 +237,7 @@ def _cannot_be_made(folder: Path) -> str:
     """
     folder = folder.absolute()
     there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    if not there.exists():
+    if not os.path.exists(there):
         return f"{there} is a link to {os.readlink(there)}, which does not exist; make that"
     if not there.is_dir():
         is_it = there == folder

@@ -153,7 +153,7 @@ PARTS = (
 def recompute(run: RunView) -> Faults:
     """Words of recomputation, and inputs that tensor-parallel ranks can share."""
     if run.holds_all("recompute_method=block recompute_granularity=full recompute_num_layers=None"):
-        yield ("@recompute_method: set --recompute-num-layers, the number of layers of each stage")
+        yield "@recompute_method: set --recompute-num-layers, the number of layers of each stage"
     for field in ("recompute_modules", "recompute_layers"):
         given = re.split(r"[+* ]", " ".join(getattr(run, field) or ()))
         for word, owner, other in PARTS:

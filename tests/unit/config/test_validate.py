@@ -217,6 +217,8 @@ RULES = """
     --zero-shard-size 4: has no effect without --zero-stage above 0; remove it or set
 1048576 --zero-stage 1 --zero-shard-size 7
     the nearest that fits is 8
+2 --zero-stage 2 --cuda-graphs
+    --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move;
 
 # context parallelism
 3 --context-parallel-size 3 --seq-length 64
@@ -273,7 +275,24 @@ RULES = """
 4 --num-layers 8 @pp 4 --pipeline-schedule zero-bubble-v @virtual 1
     @virtual 1 makes 1; change
 
-# relations and what is needed; test_each_exclusion_of_the_table_is_a_fault has the rest
+# rows of the tables of rules.py, each by a run that it refuses
+--attention-backend sdpa --attention-dropout 0.1
+    --attention-backend sdpa: is not supported with --attention-dropout 0.1
+--position-embedding-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2
+    --use-rope-scaling: is not supported with --rotary-seq-len-interpolation-factor 2
+--lr-warmup-fraction 0.1 --lr-warmup-iters 2
+    --lr-warmup-fraction 0.1: is not supported with --lr-warmup-iters 2
+--step-batch-size-schedule 0:8 1K:16 --rampup-batch-size 4 4 100
+    is not supported with --rampup-batch-size 4 4 100
+--adam-implementation apex --optimizer-cpu-offload
+    --optimizer-cpu-offload: is not supported with --adam-implementation apex
+--activation-offload --recompute auto --memory-budget 10
+    --activation-offload: is not supported with --recompute auto
+--recompute-granularity selective --torch-compile
+    --recompute-granularity selective: is not supported with --torch-compile
+2 --tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations \
+--distribute-saved-activations
+    --distribute-saved-activations: is not supported with --sequence-parallel
 4 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 30
     --seq-length 30: must be a multiple of --tensor-model-parallel-size 4
 --weight-decay-incr-style cosine --end-weight-decay 0.1
@@ -282,6 +301,8 @@ RULES = """
     --num-layers 2: must be at least --recompute-num-layers 20
 --tokenizer-type SentencePieceTokenizer --vocab-size 101
     --tokenizer-type SentencePieceTokenizer: set --tokenizer-model
+@experts --moe-router-enable-expert-bias
+    --moe-router-enable-expert-bias: is not supported with --moe-router-score-function softmax
 """
 
 
