@@ -1,9 +1,44 @@
-"""What a run that loads a checkpoint logs about its bits, where kernels differ."""
+"""What a run that loads a checkpoint logs about its bits, where ZeRO and kernels differ from the
+run that wrote it.
+"""
 
 from __future__ import annotations
 
+import pytest
+
+from megatron.checkpoint.run_state import config_of
 from megatron.config.groups import Config
-from megatron.training.resume import rounding_changes
+from megatron.training.resume import rounding_changes, same_sums
+
+
+def configure(stage: int, micro_batches: int, clip: float) -> Config:
+    config = Config().with_fields("distributed", zero_stage=stage)
+    config = config.with_fields("optimizer", clip_grad=clip)
+    return config.with_fields("training", global_batch_size=8 * micro_batches)
+
+
+@pytest.mark.parametrize(
+    "stages, micro_batches, clip, same",
+    [
+        ((0, 3), 1, 0.0, True),
+        ((1, 2), 1, 1.0, True),
+        ((2, 3), 4, 1.0, True),
+        ((0, 1), 4, 0.0, True),
+        ((0, 1), 1, 1.0, False),
+        ((1, 2), 2, 0.0, False),
+    ],
+)
+def test_stages_that_add_in_the_same_order(stages, micro_batches, clip, same):
+    theirs, ours = (configure(stage, micro_batches, clip) for stage in stages)
+    assert same_sums(theirs, ours, chunk=8) == same_sums(ours, theirs, chunk=8) == same
+
+
+def test_a_checkpoint_from_before_zero_stages():
+    """It has no stage, and is one of stage 0."""
+    config = configure(0, 4, 1.0)
+    old = config.to_dict()
+    del old["distributed"]["zero_stage"]
+    assert same_sums(config_of({"config": old}), config, chunk=8)
 
 
 def test_kernels_count_by_what_was_taken():
