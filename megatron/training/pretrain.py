@@ -121,7 +121,11 @@ def start(
             flags, list(notes), groups.world, device, advisor, local_checkpoints, reader=reader
         )
         run = build(prepared, groups, ranks, local_checkpoints, stack, not_done)
-        stack.callback(run.close)
+        # one callback each: a failure of one does not skip the others
+        stack.callback(run.exits.close)
+        if run.checkpoints is not None:
+            stack.callback(run.checkpoints.close)
+        stack.callback(run.tracker.close)
 
         # 3. Weights and state, and what the caller does with the run.
         try:

@@ -136,10 +136,3 @@ class Run(Prepared):
             )
 
         return nullcontext if self.groups.world.size == 1 else partial(waiting, text)
-
-    def close(self) -> None:
-        """Close trackers and checkpoints, and restore the handlers of signals."""
-        self.tracker.close()
-        if self.checkpoints is not None:
-            self.checkpoints.close()
-        self.exits.close()
