@@ -107,10 +107,24 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
     """Read weights, and unless --finetune or --no-load-optim optimizer state, into the run's
     buffers.
     """
+    weights_alone = takes_weights_alone(run.config)
+    # Refused before anything is read: a run that resumes with half of its state would train on
+    # without an error.
+    missing = [
+        name
+        for name in run.optimizer.state_names
+        if not any(held.startswith(f"optimizer.{name}.") for held in checkpoint.names)
+    ]
+    if missing and not weights_alone:
+        raise CheckpointError(
+            f"{checkpoint.path}: holds no optimizer state {' and '.join(missing)} "
+            "(--no-save-optim, or another --optimizer); "
+            "give --no-load-optim to start with fresh state"
+        )
     run.optimizer.fill_weights(
         lambda pairs: checkpoint.read_all(_kept_there(checkpoint, run, pairs))
     )
-    if takes_weights_alone(run.config):
+    if weights_alone:
         return
     # The step count is part of Adam's bias correction, the scale of the next step's loss.
     run.optimizer.fill_states(checkpoint.read_all)
