@@ -38,7 +38,8 @@ def evaluate(run: Run, source: Source, name: str) -> float | None:
     # a pipeline needs many micro-batches in flight
     step = run.global_micro_batch_size if run.groups.pp.size == 1 else batch
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss sum, tokens
-    earlier, shown = None, time.monotonic()
+    earlier = None
+    start = shown = time.monotonic()
     for first in range(0, samples, step):
         requests = run.exits.start_exchange(run.groups.world, run.device)
         # on a GPU signals are read one turn late, so that this turn is queued right after the last
@@ -48,9 +49,11 @@ def evaluate(run: Run, source: Source, name: str) -> float | None:
         earlier = requests
         sums = run_micro_batches(run, source, first, step, training=False)
         total += torch.stack([sums.losses.sum(), sums.valid_tokens.sum()])
-        if time.monotonic() - shown > QUIET_SECONDS:
-            shown = time.monotonic()
-            logger.info(f" {name}: {first + step}/{samples} samples")
+        done, now = first + step, time.monotonic()
+        if now - shown >= QUIET_SECONDS and done < samples:
+            shown = now
+            left = (now - start) / done * (samples - done)
+            logger.info(f" {name}: {done}/{samples} samples, ETA {left:.0f} s")
     loss, tokens = all_reduce(total, run.groups.world).tolist()
     return loss / tokens if tokens else float("nan")
 
