@@ -118,7 +118,9 @@ class StragglerWatch:
         """The stragglers among comparable ranks. `parts`: [parts, ranks] times; `lost`:
         [ranks, sections] seconds.
         """
-        excess = parts / medians_of_others(parts) - 1
+        usual = medians_of_others(parts)
+        # no excess over a median of 0
+        excess = np.divide(parts, usual, out=np.ones_like(parts), where=usual > 0) - 1
         means = excess.mean(0)
         noise = OF_MEAN * math.sqrt(WINDOW / (WINDOW - 1)) * np.abs(excess - means).mean()
         bound = max(self.threshold, self.far * noise / math.sqrt(WINDOW))

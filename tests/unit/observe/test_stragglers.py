@@ -134,3 +134,12 @@ def test_short_intervals_are_put_together():
     for line in range(1, WINDOW + 1):
         watch.add([[0.1, *USUAL], [0.14, *slow(USUAL, "forward", 2)]])
         assert (watch.straggler is not None) == (line == WINDOW)
+
+
+@pytest.mark.filterwarnings("error")
+def test_parts_without_measured_time_name_nobody():
+    """As of a clock that is too coarse."""
+    watch = StragglerWatch([0, 0], 0.1)
+    for _ in range(WINDOW):
+        watch.add([[0.0] * BLOCKS + USUAL, [0.1] * BLOCKS + USUAL])
+    assert watch.straggler is None
