@@ -74,6 +74,14 @@ class StarvingExperts:
             f"layers; they are in {len(starved)} of {len(layers)} layers with experts "
             f"({some([*starved], 8)}), most in {worst}: "
             f"{len(starved[worst])} of {len(layers[worst])} ({some(starved[worst], 8)}); "
-            "balance them with --moe-aux-loss-coeff 0.01 or "
+            f"{_busiest(layers)}; balance them with --moe-aux-loss-coeff 0.01 or "
             "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
         )
+
+
+def _busiest(layers: Mapping[str, list[float]]) -> str:
+    """The expert with most tokens, as a multiple of its layer's mean."""
+    loads = {layer: max(tokens) * len(tokens) / sum(tokens) for layer, tokens in layers.items()}
+    worst = max(loads, key=lambda layer: loads[layer])
+    expert = layers[worst].index(max(layers[worst]))
+    return f"the busiest is {expert} of {worst}, with {loads[worst]:.1f} times the mean"

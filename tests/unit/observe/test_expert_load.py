@@ -48,6 +48,7 @@ def test_a_starving_expert_is_named_once(caplog):
     first, second = warnings_of(caplog, (COUNTS, 7), (COUNTS, 8), (later, 9))
     assert first.startswith("iteration 7: no token went to 1 of the 8 experts of all layers;")
     assert "in 1 of 2 layers with experts (layers.3), most in layers.3: 1 of 4 (3);" in first
+    assert "the busiest is 2 of layers.3, with 2.0 times the mean;" in first
     assert "--moe-aux-loss-coeff" in first
     assert second.startswith("iteration 9: no token went to 2 of the 4 experts of all layers;")
     assert "layers.3: 2 of 4 (0, 3);" in second
@@ -65,6 +66,7 @@ def test_one_line_names_the_starving_experts_of_all_layers(caplog):
         f"in 9 of 10 layers with experts ({listed} and 1 more), most in layers.4: 2 of 3 (0, 1);"
         in line
     )
+    assert "the busiest is 2 of layers.4, with 3.0 times the mean;" in line
 
 
 def test_balanced_experts_are_no_warning(caplog):
