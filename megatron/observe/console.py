@@ -14,7 +14,7 @@ from megatron.observe.metrics import perplexity
 
 BANNER_WIDTH = 120  # columns
 _TITLE_WIDTH = 14
-# label, metric, its factor and format; a metric that is missing has no field
+# label, metric, its factor and format
 _FIELDS = (
     ("consumed samples", "consumed_samples", 1, "12d"),
     ("elapsed time per iteration (ms)", "iteration-time", 1000, ".1f"),
@@ -34,6 +34,16 @@ _FIELDS = (
     ("predicted time (s)", "predicted-iteration-time", 1, ".4f"),
     ("memory (GiB)", "mem-max-allocated-bytes", 2**-30, ".2f"),
 )
+
+# metrics that may be missing: they have no field then, except "mfu", which is n/a
+_OPTIONAL = {
+    "decoupled-learning-rate",
+    "num-zeros",
+    "params-norm",
+    "mfu",
+    "predicted-iteration-time",
+    "mem-max-allocated-bytes",
+}
 
 
 def _number(value: float, spec: str) -> str:
@@ -65,13 +75,14 @@ def training_line(
     """The console line of a log step.
 
     `metrics` is the row that goes to the trackers (names and units in metrics.py). `skipped` and
-    `nan` count iterations of the log interval. `more`: fields that follow the others.
+    `nan` count iterations of the log interval. `more`: fields that follow the others. Raises
+    KeyError for a missing metric that is not in _OPTIONAL.
     """
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
     values = {**metrics, "skipped": skipped, "nan": nan}
     fields = [f"iteration {iteration:8d}/{train_iters:8d}"]
     for label, name, factor, spec in _FIELDS:
-        if name in values:
+        if name in values or name not in _OPTIONAL:
             fields.append(f"{label}: {_number(values[name] * factor, spec)}")
         elif name == "mfu":
             fields.append("MFU: n/a")
