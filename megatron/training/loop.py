@@ -255,12 +255,14 @@ def manual_collection(config: TrainingConfig) -> Iterator[None]:
     if not config.manual_gc:
         yield
         return
+    was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()  # what building the run has left is not carried along
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
