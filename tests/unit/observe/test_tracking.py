@@ -166,6 +166,12 @@ def test_a_failing_backend_is_switched_off_once_and_the_others_go_on(tmp_path, l
     assert [row["iteration"] for row in untimed(tmp_path)] == [1]
 
 
+def test_missing_wandb_package_is_one_warning(tmp_path, monkeypatch, log_lines):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    Tracker(make(tmp_path, wandb_project="p"), {}, 0).close()
+    assert len(log_lines) == 1 and "pip install 'wandb>=" in log_lines[0]
+
+
 # ---- TensorBoard
 
 
