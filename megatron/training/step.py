@@ -165,7 +165,7 @@ def update(
             grad_sq_sum=grad_sq_sum,
             grad_scale=grad_scale,
         )
-        if run.model.scalars:  # of experts: how many tokens each had
+        if run.model.scalars:  # only models with experts have scalars
             run.model.update_routers(totals, outcome.skipped)
         # One copy to the host for all of it, started here and read one step later.
         totals["grad_norm"] = outcome.grad_norm.reshape(1)
