@@ -99,19 +99,19 @@ YaRN without its temperature | mixed-5
     return frequency, temperature => return frequency, 1.0
 = megatron/model/attention/attention.py attention_core
 scores divided by d instead of its root | llama
-    scale=scale, enable_gqa => scale=scale**2, enable_gqa
+    return _sdpa(q, k, v, mask, scale) => return _sdpa(q, k, v, mask, scale**2)
 query heads spread over key heads the other way | llama-gqa-qknorm-window
-    dtype = q.dtype =>
-        order = torch.arange(q.shape[1]).view(-1, k.shape[1]).t().flatten()
-        q, dtype = q[:, order], q.dtype
-    return out.permute(2, 0, 1, 3) => return out[:, order.argsort()].permute(2, 0, 1, 3)
+    return _sdpa(q, k, v, mask, scale) =>
+        order = torch.arange(q.shape[2]).view(-1, k.shape[2]).t().flatten()
+        return _sdpa(q[:, :, order], k, v, mask, scale)[:, :, order.argsort()]
 the cap of scores ignored | caps-zloss
     softcap=softcap, first_head => softcap=None, first_head
 scores not divided by their cap | caps-zloss
     *qkv, scale=scale, => *qkv, scale=scale * (softcap or 1.0),
 queries see the key that follows | llama
-    dtype = q.dtype => late = torch.arange(q.shape[2], dtype=torch.int32) + 1
-        import dataclasses; mask, dtype = dataclasses.replace(mask, q_positions=late), q.dtype
+    return _sdpa( => late = torch.arange(len(q), dtype=torch.int32) + 1
+        import dataclasses; mask = dataclasses.replace(mask, q_positions=late)
+        return _sdpa(
 = megatron/model/attention/attention.py SelfAttention.project
 keys normed by the queries' weight | llama-gqa-qknorm-window
     self.q_norm(q), self.k_norm(k) => self.q_norm(q), self.q_norm(k)

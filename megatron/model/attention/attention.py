@@ -175,8 +175,13 @@ def attention_core(
         return out
 
     assert softcap is None and (dropout is None or not dropout.acts(dropout_state))
-    # torch's fused attention, on [b, n, s, d]
-    q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
+    q, k, v = qkv
+    return _sdpa(q, k, v, mask, scale)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    """torch's fused attention on [s, b, n, d]."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     dtype = q.dtype
     simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
     seen = None if simple else mask.dense(q.shape[2], k.shape[2], q.device)  # [b or 1, 1, s, t]
