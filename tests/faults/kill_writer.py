@@ -1,20 +1,19 @@
 """Kill -9 of processes that save checkpoints in a loop, at random times; then find and read what is
 there.
 
-    python tests/faults/kill_writer.py --kills 200 --seed 1   # a few minutes
-        --ranks 2                             # one of two ranks, chosen at random
-        --ranks 2 --mode async                # a rank, its writer process, or both
-        --ranks 2 --mode local                # both tiers; now and then a node is lost as well
-        --ranks 3 --mode local --writer xor   # the nodes are an XOR group
-        --writer in-place                     # a bad writer: the campaign must fail
+    python tests/faults/kill_writer.py --kills 200 --seed 1
+
+takes a few minutes. With `--ranks 2` one of two ranks is killed, chosen at random; with
+`--mode async` a rank, its writer process, or both; with `--mode local` both tiers are written, and
+now and then a node is lost as well; with `--ranks 3 --mode local --writer xor` the nodes are an XOR
+group. `--writer in-place` is a bad writer, with which the campaign must fail.
 
 All ranks hold the same tensors and share out their rows, as data-parallel ranks do. Oracle, after
 every kill: the newest checkpoint found is at least the newest whose save any rank knew to be
 complete, every checkpoint listed is whole, every value of every tensor and of the state is that of
 its iteration, and the ranks that were not killed have ended by themselves, with the collective's
 error. The next processes go on from there in the same folder. A writer process that is killed alone
-fails at most one save, with one error on all ranks; the next one succeeds. Negative control:
-`--writer in-place` (no temporary folder).
+fails at most one save, with one error on all ranks; the next one succeeds.
 """
 
 from __future__ import annotations
