@@ -222,6 +222,7 @@ def _attend(
         else:
             out, lse = found
             _join(out[at], lse[..., at], part, part_lse)
+        del part, part_lse  # not held while the next block is computed
     return found
 
 
