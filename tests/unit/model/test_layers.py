@@ -219,6 +219,12 @@ def test_cross_entropy_gradient_takes_the_logits_storage():
     assert seen == [before]
 
 
+def test_cross_entropy_refuses_logits_that_it_would_have_to_copy():
+    logits = randn(2, 4, 64, dtype=torch.float32).transpose(0, 1)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        cross_entropy(logits, torch.zeros(4, 2, dtype=torch.int64), sharded_cross_entropy(64, 64))
+
+
 def test_embedding_gradient_has_the_same_bits_every_time_on_many_threads():
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
