@@ -140,8 +140,9 @@ class Fp8Gemms:
             spans = self._spans(factor)
             maxima = find(factor.x, self.scaling) if any(spans) else None
             found.append(maxima)
-            for axes, amax in zip(spans, maxima or ()):
-                shared += [(axis, amax) for axis in axes]
+            if maxima is not None:
+                for axes, amax in zip(spans, maxima, strict=True):
+                    shared += [(axis, amax) for axis in axes]
         for axis in (self.axis, self.cp):
             parts = [amax for over, amax in shared if over is axis]
             if parts:
