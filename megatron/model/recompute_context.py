@@ -131,7 +131,8 @@ class RecomputedTensor:
         # autograd saves nothing where it is off
         with torch.set_grad_enabled(self.inside > 0), saved_tensors_hooks(keep_inside, unpack):
             results = results_of(function(*inputs))
-        assert next(numbers) == self.inside, "recomputation saved other tensors than before"
+        saved = next(numbers)
+        assert saved == self.inside, "recomputation saved other tensors than the forward pass"
         for index, result in enumerate(results):
             self._keep(-1 - index, result)
 
