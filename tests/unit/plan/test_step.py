@@ -69,6 +69,12 @@ def test_groups_are_those_of_the_run(flags):
         assert shapes[axis] == (len(group.ranks), len(nodes)), axis
 
 
+def test_groups_lie_on_nodes_as_ranks_are_numbered():
+    flags = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --zero-stage 1 "
+    shapes = group_shapes(resolved(DENSE + flags, 64), 64, 8)
+    assert shapes["tp"] == (4, 1) and shapes["shard"] == (8, 4) and shapes["pp"] == (2, 2)
+
+
 def test_the_steady_part_of_a_pipeline_is_not_simulated(monkeypatch):
     """What is added for the micro-batches beyond is what simulating them gives."""
     run = step(f"{DENSE} --pipeline-model-parallel-size 4 --global-batch-size 128", world=4)
@@ -91,6 +97,22 @@ def test_pairs_hide_what_is_sent_to_experts():
     for name in ("matrix products", "attention", "memory-bound kernels"):
         assert after.spent[name] == pytest.approx(before.spent[name])
     assert min(after.spent.values()) >= 0
+
+
+def test_a_single_pair_by_hand():
+    """Two micro-batches: one forward pass, a pair, one backward pass."""
+    flags = "--expert-model-parallel-size 16 --zero-stage 1 --global-batch-size 64 "
+    model = step(EXPERTS + flags + "--overlap-moe-expert-parallel-comm ", 32)
+    assert model.micro_batches == 2
+    pricing = model.pricing(H100)
+    stages = [module._stage_seconds(pricing, units) for units in model.units]
+    ((forward, inputs, weights),) = stages
+    ahead, back = forward.exposed["ep"], inputs.exposed["ep"]
+    alone = forward.total + inputs.total + weights.total
+    computed = forward.total - ahead, alone - forward.total - back
+    hidden = min(ahead, computed[1]) + min(back, computed[0])
+    expected = 2 * alone - hidden * (1 - H100.slowdown)
+    assert model.passes_seconds(stages, pricing) == pytest.approx(expected)
 
 
 def test_copies_to_the_host_cost_what_passes_do_not_hide():
