@@ -126,6 +126,9 @@ def main(words: list[str]) -> None:
     results = "long_steps" if "--long" in words else "plan_memory"
     names = [word for word in words if word != "--long"]
     path, order = TESTS.parent / "docs/results" / f"{results}.json", list(TABLES[results])
+    if unknown := [name for name in names if name not in order]:
+        other = "without" if "--long" in words else "with"
+        sys.exit(f"no case of {results}: {', '.join(unknown)}; name the others {other} --long")
     report = {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
