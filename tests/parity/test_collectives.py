@@ -129,10 +129,13 @@ def exchanges(qkv, out):
 
 
 def hops(size, block):
-    """Of `in_layers`, in a ring of `size` ranks and blocks of `block` bytes."""
+    """Of `in_layers`, in a ring of `size` ranks and blocks of `block` bytes: keys and values in
+    either pass, and their gradients.
+    """
     return {
-        "hop forward RingAttention.forward": (size - 1, block),
-        "hop backward RingAttention.backward": (2 * (size - 1), block),
+        "hop forward _around_ring": (size - 1, block),
+        "hop backward _around_ring": (size - 1, block),
+        "hop backward RingAttention.backward": (size - 1, block),
     }
 
 
