@@ -122,10 +122,9 @@ def start(
         )
         run = build(prepared, groups, ranks, local_checkpoints, stack, not_done)
         # one callback each: a failure of one does not skip the others
-        stack.callback(run.exits.close)
-        if run.checkpoints is not None:
-            stack.callback(run.checkpoints.close)
-        stack.callback(run.tracker.close)
+        for part in (run.exits, run.checkpoints, run.tracker):
+            if part is not None:
+                stack.callback(part.close)
 
         # 3. Weights and state, and what the caller does with the run.
         try:
