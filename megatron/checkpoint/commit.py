@@ -6,6 +6,7 @@ rename turns into `iter_000000N/`. No torch here.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import secrets
@@ -224,9 +225,11 @@ def _fault_of(target: Path, shards: list[JsonObject], state: JsonObject) -> str 
     except CheckpointError as error:
         return str(error)
     cut = "tensors, or how they are cut into shards"
-    theirs = state_digests({cut: old.manifest["shards"], **old.state})
-    names = differing(theirs, state_digests({cut: shards, **state}))
-    if names:
+    theirs, ours = (
+        {key: json.dumps(value) for key, value in each.items()}
+        for each in ({cut: old.manifest["shards"], **old.state}, {cut: shards, **state})
+    )
+    if names := differing(theirs, ours):
         raise CheckpointError(
             f"{target} exists already, is whole, and differs from this run in: "
             f"{', '.join(names)}. It was kept and nothing was saved. "
