@@ -332,6 +332,7 @@ class CheckpointManager:
         """End the writer process, if there is one, whatever it does."""
         if self.background is not None:
             self.background.close()
+        self.opened.close()
 
     def _look(self, *, wait: bool) -> None:
         """See what has become of this rank's part of the phase."""
@@ -349,9 +350,11 @@ class CheckpointManager:
 
     def _next_phase(self) -> None:
         """All ranks call this when every one has done its part of the phase."""
+        # a generator that an error has ended would look like one that went well
+        saving, self.pending = self.pending, None
         try:
-            next(self.pending)
-            self.phase += 1
+            next(saving)
+            self.pending, self.phase = saving, self.phase + 1
         except StopIteration:
             self._end()
         except UserError as error:
