@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -104,11 +105,24 @@ def shard_parts(pairs: Pairs) -> list[Pairs]:
 def write_shards(
     attempt: Attempt, parts: list[Pairs], verify: bool, progress: Callable[[int], None]
 ) -> list[JsonObject]:
-    """Write this rank's shards, each by a thread."""
+    """Write this rank's shards, each by a thread; the error of one ends all."""
+    lock = Lock()
+    faults: list[BaseException] = []
+
+    def report(count: int) -> None:
+        with lock:
+            if faults:
+                raise faults[0]
+            progress(count)
 
     def write(number: int) -> JsonObject:
-        where = attempt.folder, attempt.index + number, attempt.shards, attempt.iteration
-        return write_shard(*where, parts[number], verify=verify, progress=progress)
+        index = attempt.index + number
+        where = attempt.folder, index, attempt.shards, attempt.iteration
+        try:
+            return write_shard(*where, parts[number], verify=verify, progress=report)
+        except BaseException as error:
+            faults.append(error)
+            raise
 
     with ThreadPoolExecutor(MAX_SHARDS) as threads:
         return list(threads.map(write, range(len(parts))))

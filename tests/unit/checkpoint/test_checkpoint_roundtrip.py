@@ -12,6 +12,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,26 @@ def test_any_number_of_cores_saves_the_same_tensors(tmp_path, monkeypatch, cores
     assert max(sizes) - min(sizes) < 2000, "more than a row or two of each tensor"
     again = save_checkpoint(tmp_path / "again", 1, pairs(example()), {})
     assert files_of(again) == files_of(path)
+
+
+def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):
+    save_checkpoint(tmp_path, 1, pairs(example(1)), {})
+    cores(3)
+    calls, real = [], os.pwritev
+
+    def full(file, buffers, at):
+        calls.append(at)
+        if len(calls) == 8:
+            raise OSError(28, os.strerror(28))
+        time.sleep(1e-3)
+        return real(file, buffers, at)
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(
+        CheckpointError,
+        match=r"iteration 2 was not saved: No space left on device",
+    ):
+        save_checkpoint(tmp_path, 2, pairs(example(2)), {})
+    assert len(calls) <= 8 + 2 * 2, "the others wrote on"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", manifest.TRACKER]
+    loads(open_checkpoint(tmp_path).path, example(1))
