@@ -149,9 +149,11 @@ class Index:
         # 1. The manifest, then tables and headers of all shards, which it has the digests of.
         self.manifest: JsonObject = read_manifest(self.path) if manifest is None else manifest
         numbers = range(len(self.manifest["shards"]))
+        step = 4 * OPEN_THREADS  # headers in memory
         with ThreadPoolExecutor(OPEN_THREADS) as threads:
-            for number, head in enumerate(threads.map(self._read_head, numbers)):
-                self._add(number, *head)
+            for piece in (numbers[at : at + step] for at in numbers[::step]):
+                for number, head in zip(piece, threads.map(self._read_head, piece)):
+                    self._add(number, *head)
 
         # 2. Every element of every tensor once, and every tensor that the run has.
         for name, stored in self.tensors.items():
