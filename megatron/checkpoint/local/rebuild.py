@@ -142,11 +142,11 @@ def _listed(nodes: Nodes, run: str, oldest: int) -> list[tuple[int, str, list[in
             content = decode_manifest(raw, folder / MANIFEST)
             if content["run"]["name"] != run or content["iteration"] != iteration:
                 continue
-        except (CheckpointError, KeyError):
-            continue  # the manifest of another node lists what is missing here
-        if iteration >= oldest:
             numbers = range(len(file_records(content)))
             files = [number for number in numbers if (folder / shard_file(number)).exists()]
+        except (CheckpointError, KeyError, OSError):
+            continue  # the manifest of another node lists what is missing here
+        if iteration >= oldest:
             rows.append((iteration, table_digest(raw), files))
     return rows
 
@@ -165,7 +165,7 @@ def _remove_damaged(found: Found) -> None:
 
 def _is_whole(folder: Path, number: int, record: JsonObject) -> bool:
     """Whether every byte of a file and of its digest table is as its entry specifies."""
-    with suppress(CheckpointError):
+    with suppress(CheckpointError, OSError):
         verify_shard(folder, number, record)
         return True
     return False
