@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.checkpoint.files import GIB
 from megatron.checkpoint.index import Head, load_bytes, read_head, verify_shard
 from megatron.checkpoint.local.exchange import Stream
 from megatron.checkpoint.local.nodes import Nodes
@@ -300,6 +302,7 @@ class LocalCheckpoint(Checkpoint):
         records, shards = self.found.records, len(self.shards)
         attempt = NodeAttempt(nodes, self.found.run, self.found.iteration, "read").__enter__()
         self._attempt = attempt
+        attempt.gather_or_raise(lambda: self._require_space(sum(each.size for each in here)))
         attempt.make(streams, records, self.found.reader, self.path, shards)
 
         # 3. From now on they are read from here.
@@ -317,6 +320,16 @@ class LocalCheckpoint(Checkpoint):
             for piece, *_ in self.overlaps(box)
         }
         return sorted(needed - self.found.held[self.nodes.index])
+
+    def _require_space(self, size: int) -> None:
+        free = shutil.disk_usage(self.nodes.root).free
+        if size > free:
+            raise CheckpointError(
+                f"--local-checkpoint-dir {self.nodes.root} on {self.nodes.host}: on this layout "
+                f"its ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
+                f"{free / GIB:.3g} GiB are free: free space, start with the layout and nodes of "
+                f"before, or {self._instead()}"
+            )
 
     def _instead(self) -> str:
         return "take a checkpoint of --load with --ckpt-step"

@@ -239,9 +239,10 @@ def require_space(
     --save. `own_bytes`: of this rank's shard. What this run has there already counts as free.
     """
     by_rank = nodes.ranks.gather_or_raise(lambda: own_bytes)
-    one = max(sum(by_rank[rank] for rank in ranks) for ranks in nodes.members)
+    by_node = [sum(by_rank[rank] for rank in ranks) for ranks in nodes.members]
+    one = max(by_node)
     if redundancy == "partner":
-        one *= 2
+        one = by_node[nodes.index] + by_node[nodes.index - 1]
     elif redundancy == "xor":
         smallest = min(map(len, xor_groups_of(len(nodes.members))))
         one += one // (smallest - 1) + ALIGN * len(nodes.members[0])
@@ -266,10 +267,13 @@ def require_space(
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files in a folder of folders, some of which may be removed at the same time."""
+    """Bytes of the files in a folder of folders, some of which may be removed at the same time;
+    a file with several names counts once, where all of them are there.
+    """
     size = 0
     for base, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
-                size += 512 * os.lstat(Path(base, name)).st_blocks
+                status = os.lstat(Path(base, name))
+                size += 512 * status.st_blocks // status.st_nlink
     return size

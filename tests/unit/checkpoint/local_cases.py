@@ -219,6 +219,9 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
         Nodes, "run_folder", lambda self, run: self.root / "run"
     ),
     "damaged on the way": _damaged_pieces,
+    "a full node": lambda: mock.patch.object(
+        rebuild.shutil, "disk_usage", lambda path: mock.Mock(free=0)
+    ),
     "XOR groups of three": lambda: mock.patch.object(xor, "XOR_GROUP", 3),
 }
 

@@ -319,6 +319,16 @@ def test_without_room_to_rebuild(job, tmp_path, redundancy):
     assert nodes.outcome(0) == (7, True)
 
 
+def test_without_room_for_shards_of_other_nodes(job, monkeypatch):
+    """A restart on another layout ends with the bytes, and what else to do, on all ranks."""
+    nodes = job(4, 1)
+    nodes.save(1, 7, "none")
+    shown = nodes.run(restart, 7, 8, RUN, 0, "a full node")
+    assert len({row[1][0] for row in shown}) == 1 and nodes.leftovers() == []
+    for text in ("GiB from other nodes, and 0 GiB are free", "nodes of before", "--ckpt-step"):
+        assert text in shown[0][1][0]
+
+
 # ---- before training -----------------------------------------------------------------------------
 
 
