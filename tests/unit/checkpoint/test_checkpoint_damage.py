@@ -215,6 +215,21 @@ def test_a_wrong_tracker_is_ignored(tmp_path, two):
         assert silently(open_checkpoint, tmp_path).path == two
 
 
+def test_a_wrong_tracker_is_ignored_with_a_warning(tmp_path, two, log_lines):
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for content in (b"1\n", b"", b"release\n", b"\xff\xfe" * 500):
+        tracker.write_bytes(content)
+        log_lines.clear()
+        assert open_checkpoint(tmp_path).path == two
+        (line,) = log_lines
+        assert line.startswith("warning: ")
+        assert "ignored: the newest whole checkpoint is iter_0000002" in line
+    tracker.unlink()
+    assert open_checkpoint(tmp_path).path == two and "is missing" in log_lines[-1]
+    tracker.write_text("2\n")
+    assert silently(open_checkpoint, tmp_path).path == two
+
+
 def test_choosing_an_iteration(tmp_path, two):
     loads(open_checkpoint(tmp_path, step=1).path, example(1))
     with pytest.raises(
