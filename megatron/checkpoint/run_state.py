@@ -66,6 +66,8 @@ def from_saved(kind: type[T], saved: JsonObject, what: str) -> T:
             for name, field in fields.items()
             if name not in saved and field.default is dataclasses.MISSING
         ]
+        if not missing:
+            raise
         lacks = ", ".join(missing)
         raise InputError(f"{what} is not what a run writes there: it lacks {lacks}") from None
 
