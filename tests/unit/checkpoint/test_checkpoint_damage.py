@@ -208,13 +208,6 @@ def test_malformed_headers(tmp_path, change, text):
     assert list(entries) == ["a@0", "b@0"]
 
 
-def test_a_wrong_tracker_is_ignored(tmp_path, two):
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    for content in (b"1\n", b"\xff\xfe" * 500):
-        tracker.write_bytes(content)
-        assert silently(open_checkpoint, tmp_path).path == two
-
-
 def test_a_wrong_tracker_is_ignored_with_a_warning(tmp_path, two, log_lines):
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     for content in (b"1\n", b"", b"release\n", b"\xff\xfe" * 500):
