@@ -243,8 +243,8 @@ def idle(run: RunView) -> Faults:
 
 def two_fields(run: RunView) -> Faults:
     """The faults of fields without what they need, and of the tables."""
-    for field, is_idle in _changed(run):
-        for condition in () if is_idle else FIELDS[field].needs:
+    for field, missing in _changed(run):
+        for condition in () if missing else FIELDS[field].needs:
             if not run.holds(condition):
                 text = condition_text(condition)
                 fix = f"{'set' if text.startswith('--') else 'use'} {text}"

@@ -146,7 +146,7 @@ def _tokenizer(run: RunView) -> Faults:
         if path is not None and not os.path.exists(path):
             yield f"@{field}: {absent_tokenizer(flag_name(field), path)}"
     # without files --vocab-size is that of the tokenizer
-    for field in ("padded_vocab_size", *["vocab_size"] * has_files):
+    for field in ("padded_vocab_size", "vocab_size") if has_files else ("padded_vocab_size",):
         rows = getattr(run, field)
         if None not in (run.vocabulary, rows) and rows < run.vocabulary:
             yield f"@{field}: the tokenizer has {run.vocabulary} tokens; give that or more"

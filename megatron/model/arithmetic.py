@@ -82,9 +82,9 @@ def _of_chosen(model: ModelConfig, experts: int) -> int:
     return experts * model.moe_router_topk // (model.num_experts or 1) if experts else 0
 
 
-def _by_layer(model: ModelConfig, number: Callable[[int], int]) -> list[int]:
-    """A number of each layer, computed once a kind: hundreds of layers are of a few kinds."""
-    of_kind = cache(number)
+def _by_layer(model: ModelConfig, count_of_layer: Callable[[int], int]) -> list[int]:
+    """`count_of_layer(index)` of each layer, computed once for each kind of layer."""
+    of_kind = cache(count_of_layer)
     return [of_kind(representative_layer(model, index)) for index in range(model.num_layers)]
 
 

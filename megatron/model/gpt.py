@@ -93,8 +93,7 @@ class GPTModel(nn.Module):
             else None
         )
         # One table serves all layers of a micro-batch.
-        rotates = config.position_embedding_type in ("rope", "yarn")
-        self.rotary = RotaryTables(config, dtype) if rotates else None
+        self.rotary = RotaryTables(config, dtype) if config.is_rotary else None
         self.stages = stages
         self.layers_by_stage = [self._layers_of(stage) for stage in stages]
         self.scalars = self._scalars()
@@ -109,8 +108,11 @@ class GPTModel(nn.Module):
 
     def _layers_of(self, stage: Stage) -> list[tuple[str, Any]]:
         """The named layers of a stage."""
-        layers = [f"layers.{i}" for i in stage.layers]
-        names = [*["embedding"] * stage.embedding, *layers, *["head"] * stage.head]
+        names = [f"layers.{i}" for i in stage.layers]
+        if stage.embedding:
+            names.insert(0, "embedding")
+        if stage.head:
+            names.append("head")
         return [(name, self.get_submodule(name)) for name in names]
 
     def choose_recompute(self, training: TrainingConfig) -> None:

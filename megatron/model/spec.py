@@ -245,7 +245,7 @@ class ParameterSpec:
 def vector(
     name: str, size: int, init: Init = ZEROS, kind: str = "vector", **declared: Any
 ) -> ParameterSpec:
-    """A bias or the scale of a norm: [size], without weight decay."""
+    """A vector [size] without weight decay: a bias, a norm's scale, a router's state."""
     return ParameterSpec((TensorSpec(name, (size,), init, kind, decay=False, **declared),))
 
 

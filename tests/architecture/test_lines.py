@@ -13,7 +13,7 @@ LINES = {
     "megatron/config": 5104,
     "megatron/data": 1518,
     "megatron/distributed": 2403,
-    "megatron/model": 6204,
+    "megatron/model": 6206,
     "megatron/observe": 1176,
     "megatron/optimizer": 1610,
     "megatron/parallel": 3424,

@@ -241,7 +241,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.cp = cp
         heads = config.num_attention_heads // tp.size
-        # within the model, of those that this rank computes
+        # the number, within the model, of the first head that this rank computes
         first_head = tp.axis.rank * heads + cp.heads.rank * (heads // cp.heads.size)
         self.value_width = config.value_channels
         # by whether the model is trained: evaluation needs no dropout, which not all can compute

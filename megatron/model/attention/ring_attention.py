@@ -215,7 +215,7 @@ def _attend(
     for step, held in steps:
         at, (k, v) = step.queries, held
         part, part_lse = block.forward(q[at], k[step.keys], v[step.keys], step.mask)
-        del held, k, v  # before the next but one arrives
+        del held, k, v  # three blocks live at most: own, leaving, arriving
         if found is None:
             # fp32 also in a bf16 run: the parts of all steps are added up in it
             found = part.to(torch.promote_types(q.dtype, torch.float32)), part_lse
@@ -293,7 +293,7 @@ class RingAttention(torch.autograd.Function):
         own_gradient, dq = None, None
         for step, held in _around_ring(own, steps, axis):
             dq, parts = _step_gradients(block, dout, (q, out, lse), step, held, dq)
-            del held  # before the next but one arrives
+            del held  # as in the forward pass
 
             # The gradient of a block follows the block, one hop behind it.
             gradient = torch.zeros_like(own, dtype=wide) if arriving is None else arriving.wait()
