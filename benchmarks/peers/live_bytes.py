@@ -30,6 +30,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> LiveBytes:
         gc.collect()
+        gc.unfreeze()  # get_objects leaves out what is frozen
         for thing in gc.get_objects():
             if issubclass(type(thing), Tensor):
                 self._know(thing)
