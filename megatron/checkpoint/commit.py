@@ -262,7 +262,10 @@ def not_saved(root: Path, iteration: int, error: Exception) -> str:
         f"{root}: the checkpoint of iteration {iteration} was not saved: {in_words(error)} "
         f"({getattr(error, 'filename', None) or root})."
     )
-    text += FIXES.get(getattr(error, "errno", 0), "")
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    text += FIXES.get(cause.errno, "") if cause is not None else ""
     with suppress(CheckpointError):
         kept, _ = newest_first(root)
         text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""

@@ -92,7 +92,7 @@ def explain(differing: dict[Key, list[list[int]]]) -> str:
     return (
         f"replicas have diverged: {some(lines, MAX_NAMED, '; ')}. These ranks no longer train the "
         "same model: a fault of memory or of a device, or an operation that is not deterministic. "
-        "Resume from an older checkpoint, without the machine of the smaller group"
+        "Resume from an older checkpoint; where one group is smaller, without its machine"
     )
 
 

@@ -1,12 +1,14 @@
 """One run at a time writes to a --save folder: `in_use.json` there names the run, which renews the
 file while it lives (docs/checkpoint.md).
 
-Many shared file systems have no locks, and the clocks of machines differ: age is measured by the
-file system's own clock. Nothing here imports torch.
+An owner on this machine holds a lock on the file, which the kernel drops with the process. Many
+shared file systems have no locks, and the clocks of machines differ: other owners are judged by
+their renewals, on the file system's own clock. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -19,7 +21,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint.files import make_root, new_file, write_file
+from megatron.checkpoint.files import FILE_MODE, make_root, new_file, write_all
 from megatron.checkpoint.manifest import CheckpointError, utc_now
 
 logger = logging.getLogger(__name__)
@@ -28,39 +30,24 @@ NAME = "in_use.json"
 RENEW_S = 5.0  # between two renewals
 STALE_S = 60.0  # without a renewal, after which an owner on another machine counts as dead
 POLL_S = 0.5  # between two looks at the lease of an owner that may be alive
-FIELDS = ("token", "run", "machine", "pid", "started", "job")
+FIELDS = ("token", "run", "machine", "job")
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def describe_run(job: str) -> dict[str, str]:
-    """This process as the content of a lease. `machine`: boot id and namespace of process ids,
-    empty without /proc; `job`: Slurm's, if any.
+    """This process as the content of a lease. `machine`: its boot id, empty without /proc; `job`:
+    Slurm's, if any.
     """
-    pid = os.getpid()
-    run = f"process {pid} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}"
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        machine = ""
+    of_job = f" (Slurm job {job})" if job else ""
+    machine = ""
+    with suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {
         "token": secrets.token_hex(8),
-        "run": f"{run}, since {utc_now()}",
+        "run": f"process {os.getpid()} on {socket.gethostname()}{of_job}, since {utc_now()}",
         "machine": machine,
-        "pid": str(pid),
-        "started": _started(pid),
         "job": job,
     }
-
-
-def _started(pid: int | str) -> str:
-    """When a process of this machine started, in clock ticks since boot: 0 for one that has ended
-    and is still listed, empty where /proc does not show it.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "0" if fields[0] in "ZX" else fields[19]
 
 
 def read_owner(path: Path) -> dict[str, str]:
@@ -73,10 +60,10 @@ def read_owner(path: Path) -> dict[str, str]:
 
 
 class Lease:
-    """A --save folder that this process alone writes to, until `release`."""
+    """A --save folder that this process alone writes to, until `release`. `lock`: the open file."""
 
-    def __init__(self, path: Path, token: str):
-        self.path, self.token = path, token
+    def __init__(self, path: Path, token: str, lock: int):
+        self.path, self.token, self.lock = path, token, lock
         self.confirmed = time.monotonic()  # last renewal; -inf: taken over
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
@@ -85,8 +72,7 @@ class Lease:
     def _renew(self) -> None:
         while not self._end.wait(RENEW_S):
             begun = time.monotonic()
-            owner = read_owner(self.path)["token"]
-            if owner not in (self.token, ""):
+            if read_owner(self.path)["token"] not in (self.token, ""):
                 self.confirmed = -math.inf
                 return
             with suppress(OSError):  # the file system may be unavailable for a while
@@ -114,6 +100,7 @@ class Lease:
         if read_owner(self.path)["token"] == self.token:
             with suppress(OSError):
                 self.path.unlink()
+        os.close(self.lock)
 
 
 def take_lease(root: str | Path, job: str) -> Lease:
@@ -125,11 +112,19 @@ def take_lease(root: str | Path, job: str) -> Lease:
     me = describe_run(job)
     while True:
         try:
-            write_file(path, json.dumps(me, indent=1).encode() + b"\n")
-            return Lease(path, me["token"])
+            lock = os.open(path, NEW, FILE_MODE)
+            break
         except FileExistsError:
             with suppress(FileNotFoundError):  # it was released just now
                 _remove_dead(path, me)
+    # Locked before it names a machine: others do not try the lock of a file that they cannot read.
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        me["machine"] = ""  # no locks here: only renewals show that this run lives
+    write_all(lock, [memoryview(json.dumps(me, indent=1).encode() + b"\n")])
+    os.fsync(lock)
+    return Lease(path, me["token"], lock)
 
 
 def _remove_dead(path: Path, me: dict[str, str]) -> None:
@@ -139,7 +134,7 @@ def _remove_dead(path: Path, me: dict[str, str]) -> None:
     try:
         with new_file(aside) as file:
             age = (os.fstat(file).st_mtime_ns - judged[1]) / 1e9
-        why = _death(path, owner, me, age) or _watch(path, owner["run"], judged)
+        why = _death(path, owner, me, age)
 
         # Of two runs that judge the same owner, one removes its lease. The other may catch the new
         # lease instead, and puts it back.
@@ -147,47 +142,44 @@ def _remove_dead(path: Path, me: dict[str, str]) -> None:
         if _stamp(aside) != judged:
             with suppress(OSError):
                 os.link(aside, path)
-            raise _in_use(path, read_owner(aside)["run"])
+            raise _in_use(path, read_owner(aside))
     finally:
         aside.unlink(missing_ok=True)
     logger.info(f" --save {path.parent}: taken over from {owner['run']}: {why}")
 
 
 def _death(path: Path, owner: dict[str, str], me: dict[str, str], age: float) -> str:
-    """Why an owner, which renewed its lease `age` seconds ago, is known to be dead; empty when only
-    its renewals can show that it lives.
+    """Why an owner, which renewed its lease `age` seconds ago, is dead. Raises CheckpointError when
+    it is alive; where only its renewals can show that, they are awaited for STALE_S seconds.
     """
     # A process of this machine is never taken for dead while it exists.
     if owner["machine"] and owner["machine"] == me["machine"]:
-        if _is_running(owner):
-            raise _in_use(path, owner["run"])
+        if _is_locked(path):
+            raise _in_use(path, owner)
         return "it has ended"
     # The scheduler has ended a job before it starts it again.
     if owner["job"] and owner["job"] == me["job"]:
         return "it was an earlier start of the same Slurm job"
-    return f"it last renewed its lease {age:.0f} s ago" if age > STALE_S else ""
+    if age <= STALE_S:
+        wait = f"waiting up to {STALE_S:g} s to see whether {owner['run']} is alive"
+        logger.info(f" --save {path.parent}: {wait}")
+        judged, end = _stamp(path), time.monotonic() + STALE_S
+        while time.monotonic() < end:
+            time.sleep(POLL_S)
+            if _stamp(path) != judged:
+                raise _in_use(path, read_owner(path))
+    return f"it has not renewed its lease for {max(age, STALE_S):.0f} s"
 
 
-def _is_running(owner: dict[str, str]) -> bool:
-    """Whether the process of a lease of this machine exists; its number may be another's now."""
+def _is_locked(path: Path) -> bool:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.kill(int(owner["pid"]), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        pass  # another user's, which /proc may hide
-    return _started(owner["pid"]) in (owner["started"], "")
-
-
-def _watch(path: Path, run: str, judged: tuple[int, int]) -> str:
-    """Why an owner is dead, after STALE_S seconds. Raises CheckpointError when it renews."""
-    logger.info(f" --save {path.parent}: waiting up to {STALE_S:g} s to see whether {run} is alive")
-    end = time.monotonic() + STALE_S
-    while time.monotonic() < end:
-        time.sleep(POLL_S)
-        if _stamp(path) != judged:
-            raise _in_use(path, read_owner(path)["run"])
-    return f"it did not renew its lease for {STALE_S:g} s"
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -196,9 +188,9 @@ def _stamp(path: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def _in_use(path: Path, run: str) -> CheckpointError:
+def _in_use(path: Path, owner: dict[str, str]) -> CheckpointError:
     return CheckpointError(
-        f"--save {path.parent}: another run is writing there: {run}. Two runs would mix their "
-        "metrics and checkpoints: give this one another --save folder, or end that one first. If "
-        f"it is dead for certain, delete {path}"
+        f"--save {path.parent}: another run is writing there: {owner['run']}. Two runs would mix "
+        "their metrics and checkpoints: give this one another --save folder, or end that one "
+        f"first. If it is dead for certain, delete {path}"
     )

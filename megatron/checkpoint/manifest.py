@@ -128,9 +128,11 @@ def _entries(header: JsonObject, data_bytes: int) -> dict[str, Entry]:
     entries = {}
     position = 0
     for key, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        shape = tuple(value["shape"])
+        shape, dtype = tuple(value["shape"]), value["dtype"]
         start, stop = value["data_offsets"]
-        size = math.prod(shape) * ITEM_BYTES[value["dtype"]]
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"{key}: dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
+        size = math.prod(shape) * ITEM_BYTES[dtype]
         if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
             raise ValueError(f"{key}: a size is not a natural number")
         if start != position or stop - start != size:
@@ -138,7 +140,7 @@ def _entries(header: JsonObject, data_bytes: int) -> dict[str, Entry]:
                 f"{key}: lies at bytes {start} to {stop}, not at {position} to {position + size}"
             )
         position = stop
-        entries[key] = Entry(value["dtype"], shape, start)
+        entries[key] = Entry(dtype, shape, start)
     if position != data_bytes:
         raise ValueError(f"the tensors end at byte {position}, the file's data at {data_bytes}")
     return entries

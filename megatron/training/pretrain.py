@@ -358,7 +358,7 @@ def _initialize_or_load(run: Run) -> None:
     if checkpoint is None:
         run.optimizer.initialise()
     else:
-        with run.timing.events.restoring(iteration):
+        with checkpoint, run.timing.events.restoring(iteration):
             fetch(checkpoint, run)
             with raise_on_all_ranks(run.groups.world, run.device):
                 load(checkpoint, run)
@@ -366,7 +366,6 @@ def _initialize_or_load(run: Run) -> None:
             f" loaded checkpoint {checkpoint.path} at iteration "
             f"{iteration}{continuity(checkpoint, run)}"
         )
-        checkpoint.close()
     run.timing.events.ready(iteration)
 
 

@@ -272,5 +272,9 @@ SPACE, RIGHTS = "Free space, raise the quota", "Give a --save folder that this u
     ],
 )
 def test_an_error_of_the_file_system_has_a_fix(tmp_path, number, fix):
-    text = commit.not_saved(tmp_path, 2, OSError(number, os.strerror(number)))
+    error = OSError(number, os.strerror(number))
+    text = commit.not_saved(tmp_path, 2, error)
     assert os.strerror(number) in text and fix in text
+    wrapped = CheckpointError("shard: cannot be read")
+    wrapped.__cause__ = error
+    assert fix in commit.not_saved(tmp_path, 2, wrapped)

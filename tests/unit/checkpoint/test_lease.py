@@ -8,11 +8,10 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from logged import logged, silently
@@ -73,14 +72,6 @@ def test_a_folder_is_taken_renewed_and_given_up(tmp_path):
     assert not path.exists()
 
 
-def test_a_process_of_this_machine_that_has_ended_is_followed_at_once(tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    write(tmp_path, describe_run("") | {"pid": str(child.pid)})
-    (line,) = take(tmp_path)
-    assert "it has ended" in line
-
-
 def test_the_same_slurm_job_on_another_node_is_followed_at_once(tmp_path):
     write(tmp_path, elsewhere("7"))
     (line,) = take(tmp_path, "7")
@@ -93,22 +84,33 @@ def test_a_silent_owner_is_watched_and_then_followed(tmp_path, content):
     write(tmp_path, content)
     begun = time.monotonic()
     waits, taken = take(tmp_path, "8")
-    assert "waiting up to 1 s" in waits and "did not renew its lease for 1 s" in taken
+    assert "waiting up to 1 s" in waits and "has not renewed its lease for 1 s" in taken
     assert time.monotonic() - begun >= 1
     write(tmp_path, content, age=3600)
     (taken,) = take(tmp_path, "8")
-    assert "3600 s ago" in taken
+    assert "has not renewed its lease for 3600 s" in taken
 
 
 def test_a_process_of_this_machine_is_never_followed_while_it_exists(tmp_path):
-    """Even if it has not renewed its lease; its number alone does not make it the owner."""
-    owner = describe_run("7")
-    write(tmp_path, owner, age=3600)
+    """Even if it has not renewed its lease, which it is known by the lock of; and at once when it
+    has ended.
+    """
+    lease = take_lease(tmp_path, "7")
+    os.utime(tmp_path / NAME, (time.time() - 3600,) * 2)
     with pytest.raises(CheckpointError, match=f"process {os.getpid()} on .* is dead for certain"):
         take_lease(tmp_path, "7")
-    write(tmp_path, owner | {"started": "1"})
+    lease.release()
+    write(tmp_path, describe_run("7"))
     (line,) = take(tmp_path)
     assert "it has ended" in line
+
+
+def test_without_locks_a_process_of_this_machine_is_known_by_its_renewals(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.fcntl, "flock", mock.Mock(side_effect=OSError(38, "no locks")))
+    lease = take_lease(tmp_path, "")
+    with pytest.raises(CheckpointError, match="another run is writing there"):
+        take_lease(tmp_path, "")
+    lease.release()
 
 
 def test_an_owner_that_renews_is_alive(tmp_path, monkeypatch):
@@ -153,6 +155,17 @@ def test_a_run_whose_folder_was_taken_over_ends(tmp_path):
         lease.check()
     lease.release()
     assert "on far" in read_owner(tmp_path / NAME)["run"]
+
+
+def test_a_run_that_wakes_up_looks_before_its_next_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RENEW_S", 60.0)
+    lease = take_lease(tmp_path, "")
+    write(tmp_path, elsewhere())
+    lease.check()  # it has renewed just now
+    lease.confirmed -= 0.6
+    with pytest.raises(CheckpointError, match="another run has taken this folder over"):
+        lease.check()
+    lease.release()
 
 
 def test_a_second_run_is_refused_and_one_after_a_kill_starts_by_itself(tmp_path):
