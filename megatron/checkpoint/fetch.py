@@ -5,7 +5,6 @@ that is used. No torch here.
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,8 @@ THREADS = 2  # that read and verify; hashing and reading leave Python's lock alo
 # memory of reading
 PREFETCHED = 3
 
+Opened = tuple[int, DigestTable]  # a shard's descriptor and digests
+
 
 class DamageError(CheckpointError):
     """Tensor data that are not what was saved, or cannot be read."""
@@ -43,51 +44,20 @@ class Range:
 Wanted = TypeVar("Wanted", bound=Range)
 
 
-class _OpenShard:
-    """A shard that is being read: the first thread that needs it opens it."""
-
-    def __init__(self, shard: ShardFile) -> None:
-        self.shard = shard
-        self.lock = threading.Lock()
-        self.table: DigestTable | None = None
-        self.file = -1
-
-    def open(self) -> None:
-        with self.lock:
-            if self.file >= 0:
-                return
-            self.table = self.shard.table()
-            try:
-                self.file = os.open(self.shard.path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise DamageError(f"{self.shard.path}: {error.strerror}") from error
-
-    def close(self) -> None:
-        if self.file >= 0:
-            os.close(self.file)
-        self.file = -1
-
-
 @dataclass
 class _Run:
     """Chunks [first, stop) of one shard, in bytes of its data; the `shared` first ones are the end
     of the run before it.
     """
 
-    source: _OpenShard
+    shard: ShardFile
     first: int
     stop: int
     shared: int
     wanted: list[Any]
+    opened: Future[Opened] | None = None
     buffer: bytearray = field(default_factory=bytearray)
     done: Future | None = None
-
-    def follow(self, last: _Run) -> None:
-        """Copy the bytes shared with the previous run; close its shard unless this run uses it."""
-        end = last.stop - last.first
-        self.buffer[: self.shared] = memoryview(last.buffer)[end - self.shared : end]
-        if last.source is not self.source:
-            last.source.close()
 
 
 class Fetcher:
@@ -106,38 +76,44 @@ class Fetcher:
         its digest.
         """
         runs = _runs(ranges)
-        ahead = deque[_Run]()
+        ahead = deque[_Run]()  # submitted, and not used yet
         free: list[bytearray] = []
-        last: _Run | None = None
+        newest: _Run | None = None  # that has been submitted
+        last: _Run | None = None  # that has been used
         try:
             with ThreadPoolExecutor(THREADS) as threads:
                 while True:
                     # 1. Some runs are read ahead of the one that is used.
                     while len(ahead) <= PREFETCHED and (run := next(runs, None)) is not None:
-                        ahead.append(run)
+                        same = newest is not None and newest.shard is run.shard
+                        run.opened = newest.opened if same else threads.submit(_open, run.shard)
                         if free:
                             run.buffer = free.pop()
                         if len(run.buffer) < run.stop - run.first:
                             run.buffer = bytearray(run.stop - run.first)
                         run.done = threads.submit(_read, run, self.describe)
+                        ahead.append(run)
+                        newest = run
                     if not ahead:
                         return
 
                     # 2. The next one is in its buffer, but for what the one before has of it.
-                    run = ahead[0]
-                    run.done.result()
-                    ahead.popleft()
+                    ahead[0].done.result()
+                    run = ahead.popleft()
                     self.bytes_read += run.stop - run.first - run.shared
                     if last is not None:
-                        run.follow(last)
+                        end = last.stop - last.first
+                        run.buffer[: run.shared] = memoryview(last.buffer)[end - run.shared : end]
+                        if last.shard is not run.shard:
+                            _close(last.opened)
                         free.append(last.buffer)
                     last = run
                     view = memoryview(run.buffer)
                     for wanted in run.wanted:
                         yield wanted, view[wanted.start - run.first : wanted.stop - run.first]
         finally:
-            for run in [*ahead, *([last] if last else [])]:
-                run.source.close()
+            for opened in {run.opened for run in [last, *ahead] if run is not None}:
+                _close(opened)
 
 
 def _runs(ranges: Iterable[Wanted]) -> Iterator[_Run]:
@@ -149,33 +125,43 @@ def _runs(ranges: Iterable[Wanted]) -> Iterator[_Run]:
         shard = wanted.shard
         first = wanted.start // shard.chunk * shard.chunk
         stop = min(-(-wanted.stop // shard.chunk) * shard.chunk, shard.data_bytes)
-        if run is not None and run.source.shard is shard and run.first <= first <= run.stop:
+        shared = 0
+        if run is not None and run.shard is shard and run.first <= first <= run.stop:
             if stop <= run.stop or stop - run.first <= BATCH:
                 run.stop = max(stop, run.stop)
                 run.wanted.append(wanted)
                 continue
-        source, shared = None, 0
+            shared = run.stop - first
         if run is not None:
             yield run
-            if run.source.shard is shard:
-                source = run.source
-                shared = run.stop - first if run.first <= first < run.stop else 0
-        run = _Run(source or _OpenShard(shard), first, stop, shared, [wanted])
+        run = _Run(shard, first, stop, shared, [wanted])
     if run is not None:
         yield run
 
 
+def _open(shard: ShardFile) -> Opened:
+    table = shard.table()
+    try:
+        return os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC), table
+    except OSError as error:
+        raise DamageError(f"{shard.path}: {error.strerror}") from error
+
+
+def _close(opened: Future[Opened]) -> None:
+    if opened.exception() is None:
+        os.close(opened.result()[0])
+
+
 def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:
-    run.source.open()
-    shard = run.source.shard
-    table = run.source.table
+    file, table = run.opened.result()
+    shard = run.shard
     position = run.first + run.shared
     into = memoryview(run.buffer)[run.shared : run.stop - run.first]
     done = 0
     while done < len(into):
         at = shard.data_start + position + done
         try:
-            got = os.preadv(run.source.file, [into[done:]], at)
+            got = os.preadv(file, [into[done:]], at)
         except OSError as error:
             raise DamageError(
                 f"{shard.path}: byte {at} and those after it cannot be read: {error.strerror}"

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from xxhash import xxh3_128
+
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.index import verify_shard
 from megatron.checkpoint.manifest import (
     HEADER_LIMIT,
     CheckpointError,
     DigestTable,
-    chunk_hasher,
     shard_file,
     table_digest,
     table_file,
@@ -32,7 +33,6 @@ from megatron.config.input_files import JsonObject
 logger = logging.getLogger(__name__)
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
-BUFFERS = 1024  # most buffers that one pwritev takes
 WRITEBACK_BYTES = 8 << 20  # after which the kernel is asked to write them to the disk
 MB, GB = 1e6, 1e9
 GIB = 1 << 30
@@ -54,25 +54,19 @@ def new_file(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def write_all(file: int, buffers: list[memoryview], at: int = 0) -> int:
-    """Write them one after the other from byte `at` of the file on; returns their bytes."""
-    total = 0
-    # a short write is continued, or raises what is wrong
-    left = [data for data in buffers if len(data)]
-    while left:
-        written = os.pwritev(file, left[:BUFFERS], at + total)
-        total += written
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if left:
-            left[0] = left[0][written:]
-    return total
+def write_all(file: int, data: bytes | memoryview, at: int = 0) -> None:
+    """Write all of `data` from byte `at` of the file on; a short write is continued."""
+    left = memoryview(data)
+    while len(left):
+        written = os.pwrite(file, left, at)
+        left = left[written:]
+        at += written
 
 
 def write_file(path: Path, content: bytes) -> None:
     """A new file, durable."""
     with new_file(path) as file:
-        write_all(file, [memoryview(content)])
+        write_all(file, content)
 
 
 def sync_folder(path: Path) -> None:
@@ -147,21 +141,19 @@ class WriteProgress:
     iteration: int
     total: int
     rate: float | None = None
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
         self.done = 0
         # `begun`: the bytes of the next call
-        self.start = self.last = self.begun = self.clock()
+        self.start = self.last = self.begun = time.monotonic()
 
     def __call__(self, count: int) -> None:
         # what is slower than the rate for a while is not made up for later
         if self.rate is not None:
             due = self.begun + count / (self.rate * MB)
-            self.sleep(max(0.0, due - self.clock()))
+            time.sleep(max(0.0, due - time.monotonic()))
         self.done += count
-        self.begun = now = self.clock()
+        self.begun = now = time.monotonic()
         if now - self.last < PROGRESS_S or self.done >= self.total:
             return
         self.last = now
@@ -184,15 +176,13 @@ def write_shard_file(
     """Write shard `index`, `header` and then `data`, and its digest table into `folder`, durably;
     return the shard's entry in the manifest.
 
-    What of `data` has filled a chunk is written before more is asked for. `verify`: as `read_back`.
+    Each part of `data` is written before the next one is asked for. `verify`: as `read_back`.
     `progress` is called with the number of bytes as they are written.
     """
     with new_file(folder / shard_file(index)) as file:
-        write_all(file, [memoryview(header)])
-        digests, size = _write_data(file, len(header), data, progress)
-    table = DigestTable(
-        m.CHUNK, len(header), len(header) + size, m.chunk_digest(header), tuple(digests)
-    )
+        write_all(file, header)
+        chunks, size = _write_data(file, len(header), data, progress)
+    table = DigestTable(m.CHUNK, len(header), len(header) + size, m.chunk_digest(header), chunks)
     raw = table.encode()
     write_file(folder / table_file(index), raw)
     record = {"file": shard_file(index), "bytes": table.size, "table_digest": table_digest(raw)}
@@ -206,45 +196,34 @@ def write_shard_file(
 
 def _write_data(
     file: int, start: int, data: Iterable[memoryview], progress: Callable[[int], None]
-) -> tuple[list[bytes], int]:
+) -> tuple[tuple[bytes, ...], int]:
     """Write `data` from byte `start` of the file on, without copying it; returns the digests of its
     chunks, and its bytes.
 
-    A chunk is digested, then written: the digest leaves it in the cache, which saves the write more
+    A part is digested, then written: the digest leaves it in the cache, which saves the write more
     than the digest takes. The disk writes at the same time, so that little remains for the fsync
     at the end.
     """
     digests = []
-    size = begun = 0
-    for parts in _chunks(data):
-        hasher = chunk_hasher()
-        for part in parts:
-            hasher.update(part)
+    hasher = xxh3_128()
+    size = flushed = 0
+    for part in data:
+        while len(part):
+            space = m.CHUNK - size % m.CHUNK
+            piece, part = part[:space], part[space:]
+            hasher.update(piece)
+            write_all(file, piece, start + size)
+            progress(len(piece))
+            size += len(piece)
+            if len(piece) == space:
+                digests.append(hasher.digest())
+                hasher.reset()
+            if size - flushed >= WRITEBACK_BYTES:
+                os.posix_fadvise(file, start + flushed, size - flushed, os.POSIX_FADV_DONTNEED)
+                flushed = size
+    if size % m.CHUNK:
         digests.append(hasher.digest())
-        count = write_all(file, parts, start + size)
-        size += count
-        progress(count)
-        if size - begun >= WRITEBACK_BYTES:
-            os.posix_fadvise(file, start + begun, size - begun, os.POSIX_FADV_DONTNEED)
-            begun = size
-    return digests, size
-
-
-def _chunks(data: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The stream in lists of parts of m.CHUNK bytes in all; the last list may hold less."""
-    parts = []
-    space = m.CHUNK
-    for each in data:
-        while len(each):
-            parts.append(each[:space])
-            each = each[space:]
-            space -= len(parts[-1])
-            if space == 0:
-                yield parts
-                parts = []
-                space = m.CHUNK
-    if parts:
-        yield parts
+    return tuple(digests), size
 
 
 def split_header(pieces: Iterator[memoryview], what: str) -> tuple[bytes, Iterator[memoryview]]:

@@ -122,7 +122,7 @@ def take_lease(root: str | Path, job: str) -> Lease:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         me["machine"] = ""  # no locks here: only renewals show that this run lives
-    write_all(lock, [memoryview(json.dumps(me, indent=1).encode() + b"\n")])
+    write_all(lock, json.dumps(me, indent=1).encode() + b"\n")
     os.fsync(lock)
     return Lease(path, me["token"], lock)
 

@@ -296,8 +296,3 @@ def table_digest(raw: bytes) -> str:
 
 def chunk_digest(data: Any) -> bytes:
     return xxh3_128(data).digest()
-
-
-def chunk_hasher() -> Any:
-    """The same of a chunk given in parts: update(part), digest(), reset()."""
-    return xxh3_128()

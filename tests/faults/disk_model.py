@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from threading import Lock
 
-CALLS = ("open", "pwritev", "fsync", "rename", "mkdir", "close")
+CALLS = ("open", "pwrite", "fsync", "rename", "mkdir", "close")
 REMOVALS = ("unlink", "rmdir")
 # which names and which contents are there afterwards
 CRASHES = {
@@ -126,8 +126,8 @@ class Disk:
 
     on_rmdir = on_unlink
 
-    def on_pwritev(self, count, file, buffers, at):
-        data, node = b"".join(buffers)[:count], self.files[file]
+    def on_pwrite(self, count, file, data, at):
+        data, node = bytes(data)[:count], self.files[file]
         node.now = node.now[:at].ljust(at, b"\0") + data + node.now[at + count :]
 
     def on_fsync(self, _, file):

@@ -221,7 +221,7 @@ log, write = os.open({path!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT), os.write
 
 def recorded(name, real):
     def call(*args, **kwargs):
-        shown = (args[0], [bytes(part) for part in args[1]], args[2]) if name == "pwritev" else args
+        shown = (args[0], bytes(args[1]), args[2]) if name == "pwrite" else args
         result = real(*args, **kwargs)
         write(log, pickle.dumps((os.getpid(), name, result, shown)))
         return result

@@ -137,7 +137,7 @@ def test_a_crash_while_a_damaged_checkpoint_is_replaced(disk, tmp_path):
 
     def damage_and_save(root, _: int) -> None:
         file = os.open(root / iteration_folder(2) / "shard-00000.digests", os.O_WRONLY)
-        os.pwritev(file, [b"damaged"], 0)
+        os.pwrite(file, b"damaged", 0)
         os.fsync(file)
         os.close(file)
         save(root, 2)

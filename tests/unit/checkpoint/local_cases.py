@@ -175,7 +175,7 @@ def save_with_pictures(
 
         return call
 
-    reals = {name: getattr(os, name) for name in ("pwritev", "rename", "fsync", "mkdir")}
+    reals = {name: getattr(os, name) for name in ("pwrite", "rename", "fsync", "mkdir")}
     joined = join(root, each)
     dist.barrier()
     with (

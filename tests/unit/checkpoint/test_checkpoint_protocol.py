@@ -178,15 +178,13 @@ def test_a_zombie_of_an_earlier_attempt_cannot_replace_what_was_saved_since(root
 def test_short_writes_are_completed(root, monkeypatch):
     rng = random.Random(4)
 
-    def short(file, buffers, at):
-        joined = b"".join(buffers)
-        return os.pwrite(file, joined[: rng.randint(1, len(joined))], at)
+    real = os.pwrite
 
-    # more buffers than one call takes
-    tensors = {f"t{i}": torch.full((1,), float(i)) for i in range(files.BUFFERS + 9)}
-    loads(save_checkpoint(root, 2, pairs(tensors), STATE), tensors)
-    monkeypatch.setattr(files.os, "pwritev", short)
-    loads(save_checkpoint(root, 3, pairs(example(2)), STATE), example(2))
+    def short(file, data, at):
+        return real(file, data[: rng.randint(1, len(data))], at)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    loads(save_checkpoint(root, 2, pairs(example(2)), STATE), example(2))
 
 
 # ---- what comes back from the disk (--verify-integrity) ------------------------------------------

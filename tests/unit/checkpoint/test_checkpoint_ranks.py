@@ -117,7 +117,7 @@ def save_failing_on(
         setattr(module, name, real)
 
 
-@pytest.mark.parametrize(("call", "rank"), [("fsync", 0), ("pwritev", 1), ("rename", 0)])
+@pytest.mark.parametrize(("call", "rank"), [("fsync", 0), ("pwrite", 1), ("rename", 0)])
 def test_any_failing_system_call_of_any_rank(gloo_world, tmp_path, call, rank):
     """Each call of one rank's save fails in turn: one error on both, or the save was complete
     before it; nothing waits for ever.
@@ -140,7 +140,7 @@ def test_any_failing_system_call_of_any_rank(gloo_world, tmp_path, call, rank):
             failed += 1
             failure = "the checkpoint of iteration 2 was not saved: Input/output error"
             assert_one_error(outcomes, f"rank {rank}: {root}: {failure}", root)
-    assert at < 39 and failed >= {"fsync": 3, "pwritev": 2, "rename": 1}[call]
+    assert at < 39 and failed >= {"fsync": 3, "pwrite": 2, "rename": 1}[call]
 
 
 def save_elsewhere(root) -> tuple[str, list[str]]:

@@ -288,16 +288,16 @@ def test_any_number_of_cores_saves_the_same_tensors(tmp_path, monkeypatch, cores
 def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):
     save_checkpoint(tmp_path, 1, pairs(example(1)), {})
     cores(3)
-    calls, real = [], os.pwritev
+    calls, real = [], os.pwrite
 
-    def full(file, buffers, at):
+    def full(file, data, at):
         calls.append(at)
         if len(calls) == 8:
             raise OSError(28, os.strerror(28))
         time.sleep(1e-3)
-        return real(file, buffers, at)
+        return real(file, data, at)
 
-    monkeypatch.setattr(os, "pwritev", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(
         CheckpointError,
         match=r"iteration 2 was not saved: No space left on device",

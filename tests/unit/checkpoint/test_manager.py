@@ -8,13 +8,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoint_cases import flip, loads, pairs
 from logged import silently
 
-from megatron.checkpoint import manifest
+from megatron.checkpoint import files, manifest
 from megatron.checkpoint.files import WriteProgress
 from megatron.checkpoint.local import checkpoints
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
@@ -140,13 +141,26 @@ def test_the_next_save_waits_for_the_one_before_and_says_so(tmp_path, made, log_
 # ---- lines about a save --------------------------------------------------------------------------
 
 
-def test_lines_of_a_long_save(log_lines):
+@pytest.fixture
+def clock(monkeypatch):
+    """Time `now` that passes in sleep alone."""
+    clock = SimpleNamespace(now=0.0)
+
+    def sleep(seconds: float) -> None:
+        assert seconds >= 0
+        clock.now += seconds
+
+    fake = SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
+    monkeypatch.setattr(files, "time", fake)
+    return clock
+
+
+def test_lines_of_a_long_save(clock, log_lines):
     """A short one logs nothing, and the end is not progress."""
-    now = [100.0]
-    WriteProgress(6, 100, clock=lambda: now[0])(100)
-    progress = WriteProgress(7, 8_000_000_000, clock=lambda: now[0])
+    WriteProgress(6, 100)(100)
+    progress = WriteProgress(7, 8_000_000_000)
     for _ in range(320):  # 25 MB in 1/8 s each
-        now[0] += 0.125
+        clock.now += 0.125
         progress(25_000_000)
     assert log_lines == [
         f" saving iteration 7: {done:.2f} of 8.00 GB of this rank, 0.20 GB/s, ETA {eta} s"
@@ -227,23 +241,8 @@ def test_the_writer_keeps_to_the_rate(saver, made, tmp_path, local):
     assert each.finalize() and time.monotonic() - began >= 1
 
 
-class Clock:
-    """Time that passes in sleep alone."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds >= 0
-        self.now += seconds
-
-
-def test_time_in_which_the_writer_was_slower_is_not_saved_up():
-    clock = Clock()
-    wait = WriteProgress(1, 10**9, 1.0, clock=clock, sleep=clock.sleep)
+def test_time_in_which_the_writer_was_slower_is_not_saved_up(clock):
+    wait = WriteProgress(1, 10**9, 1.0)
     for _ in range(20):
         clock.now += 1.0
         wait(1000)
