@@ -47,16 +47,23 @@ Head = tuple[int, bytes]  # of a shard: bytes of data under a digest, the header
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One shard file as the manifest and its table describe it. `data_start`: where tensor data
-    begins in the file; `chunk`: bytes under a digest.
+    """One shard file, as `record`, its entry in the manifest, and its digest table describe it.
+    `data_start`: where tensor data begins in the file; `chunk`: bytes under a digest.
     """
 
+    folder: Path
     number: int
-    path: Path
-    size: int
-    table_digest: str
+    record: JsonObject
     data_start: int
     chunk: int
+
+    @property
+    def path(self) -> Path:
+        return self.folder / shard_file(self.number)
+
+    @property
+    def size(self) -> int:
+        return self.record["bytes"]
 
     @property
     def data_bytes(self) -> int:
@@ -64,21 +71,13 @@ class ShardFile:
 
     def table(self) -> DigestTable:
         """Its digest table, read and verified now."""
-        return read_table(self.path.parent / table_file(self.number), self.table_digest)
+        return read_table(self.folder, self.number, self.record)
 
     def spans(self) -> list[Range]:
         """All of its data, in runs of whole chunks, so that no two read the same one."""
         step = max(1, BATCH // self.chunk) * self.chunk
         starts = range(0, self.data_bytes, step)
         return [Range(self, start, min(start + step, self.data_bytes)) for start in starts]
-
-
-def shard_of(
-    folder: Path, number: int, record: JsonObject, data_start: int, chunk: int
-) -> ShardFile:
-    """A shard by its entry in the manifest."""
-    path = folder / shard_file(number)
-    return ShardFile(number, path, record["bytes"], record["table_digest"], data_start, chunk)
 
 
 class Piece(NamedTuple):
@@ -113,9 +112,7 @@ class StoredTensor:
     def pieces(self) -> list[Piece]:
         pieces = []
         dims = len(self.shape)
-        rows = self.rows.tolist()
-        for at in range(0, len(rows), 2 + 2 * dims):
-            number, start, *box = rows[at : at + 2 + 2 * dims]
+        for number, start, *box in zip(*[iter(self.rows)] * (2 + 2 * dims)):
             offset, extent = tuple(box[:dims]), tuple(box[dims:])
             pieces.append(Piece(offset, extent, self.shards[number], start))
         return pieces
@@ -139,7 +136,6 @@ class Index:
     ) -> None:
         self.path = Path(path)
         self.fetcher = Fetcher(self._names_of)
-        self.heads = heads
         self.shards: list[ShardFile] = []
         self.tensors: dict[str, StoredTensor] = {}
         if known is not None:
@@ -148,11 +144,16 @@ class Index:
 
         # 1. The manifest, then tables and headers of all shards, which it has the digests of.
         self.manifest: JsonObject = read_manifest(self.path) if manifest is None else manifest
-        numbers = range(len(self.manifest["shards"]))
+        records = self.manifest["shards"]
+
+        def head_of(number: int) -> Head:
+            return heads.get(number) or read_head(self.path, number, records[number])
+
         step = 4 * OPEN_THREADS  # headers in memory
         with ThreadPoolExecutor(OPEN_THREADS) as threads:
-            for piece in (numbers[at : at + step] for at in numbers[::step]):
-                for number, head in zip(piece, threads.map(self._read_head, piece)):
+            for first in range(0, len(records), step):
+                some_shards = range(first, min(first + step, len(records)))
+                for number, head in zip(some_shards, threads.map(head_of, some_shards)):
                     self._add(number, *head)
 
         # 2. Every element of every tensor once, and every tensor that the run has.
@@ -162,7 +163,15 @@ class Index:
                     f"{self.path}: the shards do not hold every element of {name} "
                     f"{list(stored.shape)} exactly once"
                 )
-        self._compare_with_expected()
+        missing = [
+            f"{name} {list(shape)}"
+            for name, shape in shapes_of(self.state.get("tensors", {})).items()
+            if name not in self.tensors or self.tensors[name].shape != shape
+        ]
+        if missing:
+            raise CheckpointError(
+                f"{self.path}: the shards do not hold {some(missing, MAX_NAMED)}, which the run has"
+            )
 
     @property
     def iteration(self) -> int:
@@ -176,28 +185,14 @@ class Index:
     def names(self) -> list[str]:
         return list(self.tensors)
 
-    def _read_head(self, number: int) -> Head:
-        record = self.manifest["shards"][number]
-        return self.heads.get(number) or read_head(self.path, number, record)
-
-    def _compare_with_expected(self) -> None:
-        """Compare with the run's list of tensors: one that no rank has written is found here."""
-        missing = [
-            f"{name} {list(shape)}"
-            for name, shape in shapes_of(self.state.get("tensors", {})).items()
-            if name not in self.tensors or self.tensors[name].shape != shape
-        ]
-        if missing:
-            raise CheckpointError(
-                f"{self.path}: the shards do not hold {some(missing, MAX_NAMED)}, which the run has"
-            )
-
     def _add(self, number: int, chunk: int, header: bytes) -> None:
-        shard = shard_of(self.path, number, self.manifest["shards"][number], len(header), chunk)
+        record = self.manifest["shards"][number]
+        shard = ShardFile(self.path, number, record, len(header), chunk)
         self.shards.append(shard)
-        entries, shapes = decode_header(header, shard.data_bytes, shard.path)
+        path = shard.path
+        entries, shapes = decode_header(header, shard.data_bytes, path)
         for key, entry in entries.items():
-            name, offset = parse_key(key, shard.path)
+            name, offset = parse_key(key, path)
             shape = shapes.get(name)
             stored = self.tensors.get(name)
             if stored is None:
@@ -208,7 +203,7 @@ class Index:
             dims = {len(offset), len(entry.shape), len(stored.shape)}
             if not agrees or len(dims) > 1 or entry.start % stored.item_bytes:
                 raise CheckpointError(
-                    f"{shard.path}: {key}: shape, dtype or alignment contradicts the other shards"
+                    f"{path}: {key}: shape, dtype or alignment contradicts the other shards"
                 )
             stored.rows.extend((number, entry.start, *offset, *entry.shape))
 
@@ -236,7 +231,8 @@ class Index:
                 "is --load on a file system that all nodes share?"
             )
         for number, record in enumerate(self.manifest["shards"]):
-            self.shards.append(shard_of(self.path, number, record, *content["shards"][number]))
+            lies = content["shards"][number]  # data_start, chunk
+            self.shards.append(ShardFile(self.path, number, record, *lies))
         for name, dtype, shape, rows in content["tensors"]:
             self.tensors[name] = StoredTensor(tuple(shape), dtype, self.shards, array("q", rows))
 
@@ -280,7 +276,7 @@ class Index:
 def read_head(folder: Path, number: int, record: JsonObject) -> Head:
     """The head of a shard; both of its files are verified as far as they are read."""
     path = folder / shard_file(number)
-    table = read_table(folder / table_file(number), record["table_digest"])
+    table = read_table(folder, number, record)
     header = load_bytes(path, table.data_start)
     size = path.stat().st_size
     if not size == table.size == record["bytes"]:
@@ -296,15 +292,16 @@ def read_head(folder: Path, number: int, record: JsonObject) -> Head:
 def verify_shard(folder: Path, number: int, record: JsonObject) -> None:
     """Read and verify every byte of a shard and of its digest table."""
     chunk, header = read_head(folder, number, record)
-    shard = shard_of(folder, number, record, len(header), chunk)
+    shard = ShardFile(folder, number, record, len(header), chunk)
     for _ in Fetcher(lambda *_: "").stream(shard.spans()):
         pass
 
 
-def read_table(path: Path, digest: str) -> DigestTable:
-    """The digest table at `path`, verified by its own digest."""
+def read_table(folder: Path, number: int, record: JsonObject) -> DigestTable:
+    """The digest table of a shard, verified by its own digest."""
+    path = folder / table_file(number)
     raw = load_bytes(path, MANIFEST_LIMIT)
-    if table_digest(raw) != digest:
+    if table_digest(raw) != record["table_digest"]:
         raise CheckpointError(
             f"{path}: damaged, or of another checkpoint: it does not match its digest in {MANIFEST}"
         )

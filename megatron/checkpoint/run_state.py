@@ -51,25 +51,22 @@ def from_saved(kind: type[T], saved: JsonObject, what: str) -> T:
     """The dataclass `kind` from its saved fields; one that an earlier version did not save takes
     its default. Raises InputError naming fields that are unknown, or that have no default.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    unknown = [name for name in saved if name not in fields]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    unknown = saved.keys() - {field.name for field in fields}
+    lacking = [
+        field.name
+        for field in fields
+        if field.name not in saved and field.default is field.default_factory  # has none
+    ]
+    wrong = f"{what} is not what a run writes there"
     if unknown:
         raise InputError(
-            f"{what} is not what a run writes there: this version does not know "
-            f"{', '.join(unknown)}; load it with the version that saved it"
+            f"{wrong}: this version does not know {', '.join(sorted(unknown))}; load it with the "
+            "version that saved it"
         )
-    try:
-        return kind(**saved)
-    except TypeError:
-        missing = [
-            name
-            for name, field in fields.items()
-            if name not in saved and field.default is dataclasses.MISSING
-        ]
-        if not missing:
-            raise
-        lacks = ", ".join(missing)
-        raise InputError(f"{what} is not what a run writes there: it lacks {lacks}") from None
+    if lacking:
+        raise InputError(f"{wrong}: it lacks {', '.join(lacking)}")
+    return kind(**saved)
 
 
 # Defaults before YaRN took Megatron-LM's. Earlier versions wrote them for every model.
@@ -172,10 +169,10 @@ def _data_history(value: Any) -> bool:
     """Segments that begin one after the other, each of whole blends."""
     if not HISTORY(value):
         return False
-    segments = value["segments"]
-    begins = [segment["first_sample"] for segment in segments]
-    shares = {sum(source["share"] for source in segment["sources"]) for segment in segments}
-    contents = (source.get("content", "") for each in segments for source in each["sources"])
+    begins = [segment["first_sample"] for segment in value["segments"]]
+    sources = [segment["sources"] for segment in value["segments"]]
+    shares = {sum(source["share"] for source in each) for each in sources}
+    contents = [source.get("content", "") for each in sources for source in each]
     return begins == sorted(begins) and shares <= {PATTERN} and all(map(text, contents))
 
 
@@ -193,9 +190,8 @@ def _fits(option: Option, value: Any) -> bool:
     """Whether a value has the type of a field. Another version may have other choices."""
     if value is None:
         return option.optional
-    if option.many:
-        return type(value) is list and all(_is_one(option, each) for each in value)
-    return _is_one(option, value)
+    values = value if option.many else [value]
+    return type(values) is list and all(_is_one(option, each) for each in values)
 
 
 def _is_one(option: Option, value: Any) -> bool:

@@ -307,8 +307,7 @@ class LocalCheckpoint(Checkpoint):
 
         # 3. From now on they are read from here.
         for each in here:
-            path = attempt.folder / shard_file(each.number)
-            self.shards[each.number] = replace(self.shards[each.number], path=path)
+            self.shards[each.number] = replace(self.shards[each.number], folder=attempt.folder)
         return sum(stream.size for stream in streams)
 
     def _lacking(self, boxes: Iterable[Box]) -> list[int]:
