@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.checkpoint import manifest as m
@@ -75,29 +76,19 @@ class Fetcher:
         CheckpointError at the first chunk, in their order, that cannot be read or does not match
         its digest.
         """
-        runs = _runs(ranges)
-        ahead = deque[_Run]()  # submitted, and not used yet
+        ahead = deque[_Run]()  # being read
         free: list[bytearray] = []
-        newest: _Run | None = None  # that has been submitted
-        last: _Run | None = None  # that has been used
+        last: _Run | None = None
         try:
             with ThreadPoolExecutor(THREADS) as threads:
+                runs = self._submitted(_runs(ranges), threads, free)
                 while True:
-                    # 1. Some runs are read ahead of the one that is used.
-                    while len(ahead) <= PREFETCHED and (run := next(runs, None)) is not None:
-                        same = newest is not None and newest.shard is run.shard
-                        run.opened = newest.opened if same else threads.submit(_open, run.shard)
-                        if free:
-                            run.buffer = free.pop()
-                        if len(run.buffer) < run.stop - run.first:
-                            run.buffer = bytearray(run.stop - run.first)
-                        run.done = threads.submit(_read, run, self.describe)
-                        ahead.append(run)
-                        newest = run
+                    # Some runs are read ahead of the one that is used.
+                    ahead.extend(islice(runs, PREFETCHED + 1 - len(ahead)))
                     if not ahead:
                         return
 
-                    # 2. The next one is in its buffer, but for what the one before has of it.
+                    # The next one is in its buffer, but for what the one before has of it.
                     ahead[0].done.result()
                     run = ahead.popleft()
                     self.bytes_read += run.stop - run.first - run.shared
@@ -114,6 +105,24 @@ class Fetcher:
         finally:
             for opened in {run.opened for run in [last, *ahead] if run is not None}:
                 _close(opened)
+
+    def _submitted(
+        self, runs: Iterable[_Run], threads: ThreadPoolExecutor, free: list[bytearray]
+    ) -> Iterator[_Run]:
+        """The runs, each on its way into a buffer."""
+        before: _Run | None = None
+        for run in runs:
+            if before is not None and before.shard is run.shard:
+                run.opened = before.opened
+            else:
+                run.opened = threads.submit(_open, run.shard)
+            if free:
+                run.buffer = free.pop()
+            if len(run.buffer) < run.stop - run.first:
+                run.buffer = bytearray(run.stop - run.first)
+            run.done = threads.submit(_read, run, self.describe)
+            before = run
+            yield run
 
 
 def _runs(ranges: Iterable[Wanted]) -> Iterator[_Run]:

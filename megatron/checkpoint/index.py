@@ -142,7 +142,7 @@ class Index:
             self._take(known)
             return
 
-        # 1. The manifest, then tables and headers of all shards, which it has the digests of.
+        # The manifest, then tables and headers of all shards, which it has the digests of.
         self.manifest: JsonObject = read_manifest(self.path) if manifest is None else manifest
         records = self.manifest["shards"]
 
@@ -155,23 +155,7 @@ class Index:
                 some_shards = range(first, min(first + step, len(records)))
                 for number, head in zip(some_shards, threads.map(head_of, some_shards)):
                     self._add(number, *head)
-
-        # 2. Every element of every tensor once, and every tensor that the run has.
-        for name, stored in self.tensors.items():
-            if not tiles(stored.shape, [piece[:2] for piece in stored.pieces]):
-                raise CheckpointError(
-                    f"{self.path}: the shards do not hold every element of {name} "
-                    f"{list(stored.shape)} exactly once"
-                )
-        missing = [
-            f"{name} {list(shape)}"
-            for name, shape in shapes_of(self.state.get("tensors", {})).items()
-            if name not in self.tensors or self.tensors[name].shape != shape
-        ]
-        if missing:
-            raise CheckpointError(
-                f"{self.path}: the shards do not hold {some(missing, MAX_NAMED)}, which the run has"
-            )
+        self._check_complete()
 
     @property
     def iteration(self) -> int:
@@ -206,6 +190,24 @@ class Index:
                     f"{path}: {key}: shape, dtype or alignment contradicts the other shards"
                 )
             stored.rows.extend((number, entry.start, *offset, *entry.shape))
+
+    def _check_complete(self) -> None:
+        """Every element of every tensor is there once, and so is every tensor that the run has."""
+        for name, stored in self.tensors.items():
+            if not tiles(stored.shape, [piece[:2] for piece in stored.pieces]):
+                raise CheckpointError(
+                    f"{self.path}: the shards do not hold every element of {name} "
+                    f"{list(stored.shape)} exactly once"
+                )
+        missing = [
+            f"{name} {list(shape)}"
+            for name, shape in shapes_of(self.state.get("tensors", {})).items()
+            if name not in self.tensors or self.tensors[name].shape != shape
+        ]
+        if missing:
+            raise CheckpointError(
+                f"{self.path}: the shards do not hold {some(missing, MAX_NAMED)}, which the run has"
+            )
 
     def encode(self) -> bytes:
         """All of it, for other ranks of the job."""
