@@ -131,12 +131,12 @@ def rows() -> dict[str, CompatibilityRow]:
 @functools.cache
 def by_value(section: str) -> dict[tuple[str, str], str]:
     """(flag, word) -> text, of a table whose keys are a flag and words of it."""
-    return {
-        (flag, word): text.replace("{}", word)
-        for flag_and_words, text in data()[section].items()
-        for flag, *words in [flag_and_words.split()]
-        for word in words
-    }
+    found = {}
+    for key_of_row, text in data()[section].items():
+        flag, *words = key_of_row.split()
+        for word in words:
+            found[flag, word] = text.replace("{}", word)
+    return found
 
 
 def check_program(content: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from megatron.config.groups import GROUPS, LR_DECAYS, Config, DecayKind, Distrib
 from megatron.config.metadata import flag_name
 from megatron.config.model import GATED, yarn_scale
 from megatron.config.options import FIELDS
+from megatron.config.recompute import FULL
 from megatron.config.stages import AUTO, virtual_stages
 
 GATED_WIDTH = "8/3 x hidden-size rounded down to a multiple of 64"
@@ -95,13 +96,14 @@ TEXTS = {
     "replicas>1": "several data- or context-parallel ranks",
     "sequence_parallel=False": "copies on tensor-parallel ranks (no --sequence-parallel)",
     "world>1": "several ranks",
+    "zero_stage>0": "--zero-stage above 0 over several ranks",  # off on one rank
 }
 
 
 @functools.cache
 def _alternatives(condition: str) -> list[tuple[str, str, str]]:
-    """(field, "", = or >, values) of each part of a condition."""
-    return re.findall(r"(\w+)([=>]?)([^|]*)", condition)
+    """(field, "", =, != or >, values) of each part of a condition."""
+    return re.findall(r"(\w+)(!?=|>|)([^|]*)", condition)
 
 
 def condition_text(condition: str) -> str:
@@ -165,22 +167,24 @@ class RunView:
 
     def holds(self, condition: str) -> bool:
         """Whether a condition on settings holds: `field`, it is not at its default; `field=a,b`, it
-        has one of these values (None: it is not set); `field>0`. Alternatives have | between them.
-        Attributes of this class count as fields.
+        has, or among its values is, one of these (None: it is not set); `field!=a,b`, none of
+        these; `field>0`. Alternatives have | between them. Attributes of this class count as
+        fields.
         """
         if condition not in self._held:
-            self._held[condition] = any(
-                self._holds(*alternative) for alternative in _alternatives(condition)
-            )
+            alternatives = _alternatives(condition)
+            self._held[condition] = any(self._holds(*each) for each in alternatives)
         return self._held[condition]
 
     def _holds(self, field: str, sign: str, values: str) -> bool:
         value = getattr(self, field)
-        if sign == "=":
-            return str(value) in values.split(",")
         if sign == ">":
             return value is not None and value > int(values)
-        return value is not None and value != FIELDS[field].default
+        if not sign:
+            return value is not None and value != FIELDS[field].default
+        found = value if isinstance(value, tuple) else (value,)
+        is_one = not set(map(str, found)).isdisjoint(values.split(","))
+        return is_one == (sign == "=")
 
     def holds_all(self, conditions: str) -> bool:
         """Whether all of several conditions hold, which have spaces between them."""
@@ -205,6 +209,12 @@ class RunView:
     def one_group_a_head(self) -> bool:
         """Whether no key/value head is shared."""
         return self.num_query_groups == self.num_attention_heads
+
+    @property
+    def has_whole_layers(self) -> bool:
+        """Whether some layer is recomputed whole."""
+        words = re.split("[* ]", " ".join(self.recompute_layers or ()))
+        return self.recompute_granularity == "full" or FULL in words
 
     @property
     def tp_fits(self) -> bool:
@@ -232,7 +242,10 @@ class RunView:
 
     def given(self, *fields: str) -> list[str]:
         """Those of some fields that have a value."""
-        return [field for field in fields if getattr(self, field) not in (None, False)]
+        values = {field: getattr(self, field) for field in fields}
+        return [
+            field for field in fields if values[field] is not None and values[field] is not False
+        ]
 
     def has(self, *fields: str) -> bool:
         """All of these are given and, where numbers, greater than zero."""

@@ -65,7 +65,8 @@ def shortened(text: str, most: int) -> str:
 
 def nearest_word(word: str, known: Iterable[str]) -> str:
     """The known word that an unknown one may have been meant to be, or an empty string."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)), "")
+    alike = [each for each in known if each.lstrip("-")[:1] == word.lstrip("-")[:1]]
+    return next(iter(difflib.get_close_matches(word, alike, n=1, cutoff=0.75)), "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -102,8 +102,7 @@ def flag(
     A value other than the default is a fault without what the field needs: the run would have
     another model, other numbers, less safety or more memory than the flag asks for. Without what
     the field is `idle_without` it is a remark: launch scripts give such flags in every run, and the
-    same line of flags should run in every layout. Where a field is idle, what it needs is not
-    checked.
+    same line of flags should run in every layout. Where both fail it is a remark that names both.
     """
     metadata = {"names": names, "off": off, "bound": bound, "change": change}
     metadata |= {"needs": tuple(needs.split()), "idle_without": tuple(idle_without.split())}

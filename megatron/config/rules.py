@@ -1,4 +1,5 @@
-"""Rules between two fields, as tables: what excludes, needs or bounds what.
+"""Rules as tables: what excludes, needs or bounds what, and what is wrong or remarkable where
+conditions hold.
 
 Conditions are those of `derive.RunView.holds`; `@field` in a text is the flag with its value.
 validate.py has the rules that need a computation.
@@ -9,16 +10,16 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megatron.config.derive import RunView, condition_text
-from megatron.config.groups import CHANGING, MODEL_FILE
-from megatron.config.metadata import flag_name
+from megatron.config.derive import GATED_WIDTH, RunView, condition_text
+from megatron.config.groups import CHANGING, GPT2_BPE, MODEL_FILE
+from megatron.config.model import YARN
 from megatron.config.options import FIELDS
 from megatron.config.schedules import IN_PAIRS, SCHEDULES
 
-Faults = Iterator[str]
+Faults = Iterable[str]
 Rule = Callable[[RunView], Faults]
 
 
@@ -33,6 +34,8 @@ class Exclusion(NamedTuple):
 
 COMPILED = ", which fixes what a compiled layer keeps"
 TO_1F1B = "set --pipeline-schedule 1f1b or interleaved"
+ONE_KIND = "keep one kind of data"
+BY_SPLIT = "train_data_path valid_data_path test_data_path"
 LIMITED = "attention_backend=gluon,fa4,sdpa"
 
 EXCLUSIONS = (
@@ -44,6 +47,8 @@ EXCLUSIONS = (
     Exclusion("lr_warmup_fraction", "lr_warmup_iters lr_warmup_samples"),
     Exclusion("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
     Exclusion("recompute_layers recompute", "recompute_granularity"),
+    Exclusion("data_path", "mock_data", fix=ONE_KIND),
+    Exclusion("data_path mock_data", BY_SPLIT, fix=ONE_KIND),
     # what cannot act together
     Exclusion("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
     Exclusion(
@@ -122,18 +127,114 @@ EXCLUSIONS = (
     ),
 )
 
-# A setting and the field that it needs a value of, with what that is.
-NEEDED = (
-    ("moe_router_num_groups", "moe_router_group_topk", "the groups that a token's experts are of"),
-    ("group_query_attention", "num_query_groups", "the number of key/value heads"),
-    ("recompute", "memory_budget", "the GiB that the plan may need on a device"),
-    ("tokenizer_type=NullTokenizer", "vocab_size", ""),
-    ("tokenizer_type=GPT2BPETokenizer", "vocab_file", ""),
-    ("tokenizer_type=GPT2BPETokenizer", "merge_file", ""),
-    (MODEL_FILE, "tokenizer_model", ""),
-    (CHANGING, "start_weight_decay", ""),
-    (CHANGING, "end_weight_decay", ""),
-)
+# What is wrong where conditions hold, which have spaces between them.
+FAULTS = {
+    # what is missing
+    "num_layers=None": "--num-layers is required",
+    "hidden_size=None": "--hidden-size is required",
+    "num_attention_heads=None": "--num-attention-heads is required",
+    "seq_length=None": "--seq-length is required",
+    "micro_batch_size=None": "--micro-batch-size is required",
+    "lr=None skip_train=False": "--lr is required",
+    "ffn_hidden_size=None hidden_size>0": (
+        f"--ffn-hidden-size is required: {GATED_WIDTH} is 0 for @hidden_size"
+    ),
+    "train_iters=None train_samples=None skip_train=False": (
+        "--train-iters or --train-samples is required"
+    ),
+    "train_iters=0 skip_train=False": (
+        "--train-iters 0: nothing would be trained; to evaluate only, set --skip-train"
+    ),
+    "data_path=None mock_data=False train_data_path=None valid_data_path=None "
+    "test_data_path=None": (
+        "--data-path PREFIX is required (or --train-data-path, or --mock-data)"
+    ),
+    "train_data_path=None valid_data_path|test_data_path skip_train=False": (
+        "--train-data-path is required with --valid-data-path and --test-data-path"
+    ),
+    "tokenizer_type=None mock_data=False": "--tokenizer-type is required",
+    "tokenizer_type=None mock_data": (
+        "--tokenizer-type is required; with --mock-data, --vocab-size N is enough"
+    ),
+    "tokenizer_type=NullTokenizer vocab_size=None": "@tokenizer_type: set --vocab-size",
+    f"{GPT2_BPE} vocab_file=None": "@tokenizer_type: set --vocab-file",
+    f"{GPT2_BPE} merge_file=None": "@tokenizer_type: set --merge-file",
+    f"{MODEL_FILE} tokenizer_model=None": "@tokenizer_type: set --tokenizer-model",
+    f"{CHANGING} start_weight_decay=None": "@weight_decay_incr_style: set --start-weight-decay",
+    f"{CHANGING} end_weight_decay=None": "@weight_decay_incr_style: set --end-weight-decay",
+    "group_query_attention num_query_groups=None": (
+        "@group_query_attention: set --num-query-groups, the number of key/value heads"
+    ),
+    "moe_router_num_groups moe_router_group_topk=None": (
+        "@moe_router_num_groups: set --moe-router-group-topk, the groups of a token's experts"
+    ),
+    "recompute memory_budget=None": (
+        "@recompute: set --memory-budget, the GiB that the plan may need on a device"
+    ),
+    "recompute_method=block recompute_granularity=full recompute_num_layers=None": (
+        "@recompute_method: set --recompute-num-layers, the number of layers of each stage"
+    ),
+    "save_retain_interval save save_interval=None": (
+        "@save_retain_interval: set --save-interval, of which it is a multiple"
+    ),
+    # positions
+    f"multi_latent_attention rope_type=rope {YARN}": (
+        "--rope-type rope: contradicts --position-embedding-type yarn; remove one"
+    ),
+    "multi_latent_attention=False rope_type=yarn position_embedding_type!=yarn": (
+        "@rope_type: is a setting of --multi-latent-attention; use --position-embedding-type yarn"
+    ),
+    # experts
+    "num_experts moe_router_topk=1 moe_router_score_function=softmax "
+    "moe_router_pre_softmax=False": (
+        "--moe-router-topk 1: the softmax of one chosen logit is always 1, so the router would not "
+        "learn from the loss; set --moe-router-pre-softmax"
+    ),
+    "num_experts tensor_model_parallel_size>1 sequence_parallel=False": (
+        "@num_experts with @tensor_model_parallel_size: the ranks would all send the same tokens "
+        "to experts; set --sequence-parallel"
+    ),
+    "num_experts overlap_moe_expert_parallel_comm micro_batches=1": (
+        "@overlap_moe_expert_parallel_comm: has no effect with one micro-batch a step; use a "
+        "larger --global-batch-size"
+    ),
+    "num_experts activation_offload offload_modules=mlp_fc1,mlp_act,mlp_fc2": (
+        "@offload_modules: activations of experts (mlp_fc1, mlp_act, mlp_fc2) are not offloaded; "
+        "drop these, or recompute them with --recompute-modules moe_act"
+    ),
+    # activations on the host
+    "activation_offload torch_compile recompute_granularity!=full|recompute_method=block": (
+        "--activation-offload: is not supported with --torch-compile, which fixes what a layer "
+        "keeps; drop one, or set --recompute-granularity full"
+    ),
+    "activation_offload offload_modules=attn_proj offload_modules!=core_attn": (
+        "@offload_modules: core attention keeps attn_proj's input too; add core_attn"
+    ),
+    "activation_offload offload_modules=layer_input recompute=None has_whole_layers=False": (
+        "@offload_modules: layer_input needs recomputed layers; set --recompute-granularity full"
+    ),
+    "activation_offload offload_modules offload_modules!=layer_input recompute_granularity=full "
+    "recompute_method!=block": (
+        "@offload_modules: --recompute-granularity full keeps only layer inputs; give layer_input"
+    ),
+    # precision, graphs
+    "fp8_format fp8_wgrad=True fp8_recipe=blockwise context_parallel_size>1": (
+        "@fp8_format: with @context_parallel_size blocks of tokens would hold other tokens than in "
+        "one process; set --no-fp8-wgrad, or --fp8-recipe tensorwise"
+    ),
+    "cuda_graphs zero_stage>1 replicas>1": (
+        "@cuda_graphs: is not supported with @zero_stage, whose gradient buffers move; set "
+        "--zero-stage 0 or 1"
+    ),
+}
+
+REMARKS = {
+    "activation=gelu": (
+        "--activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses with "
+        "the bias, is the tanh form: --activation gelu-tanh"
+    ),
+    "save=None skip_train=False": ("--save is not set: no checkpoints or metrics will be written"),
+}
 
 # Two numbers, how they must be to each other, and after `if` where: a multiple or a divisor is a
 # size that shares out the other.
@@ -158,30 +259,12 @@ moe_ffn_hidden_size multiple expert_tensor_parallel_size
 moe_shared_expert_intermediate_size multiple tensor_model_parallel_size if tp_fits=True
 save_retain_interval multiple save_interval if save
 num_query_groups divisor num_attention_heads
+hidden_size multiple num_attention_heads if kv_channels=None
 expert_model_parallel_size divisor num_experts
 moe_router_num_groups divisor num_experts
 moe_router_group_topk divisor moe_router_topk
 """
 COMPARISONS = {">": (operator.gt, "greater than"), ">=": (operator.ge, "at least")}
-
-
-class Relation(NamedTuple):
-    """A line of RELATIONS."""
-
-    field: str
-    relation: str
-    other: str
-    conditions: str
-
-
-def _relations() -> Iterator[Relation]:
-    for line in RELATIONS.strip().splitlines():
-        numbers, _, conditions = line.partition(" if ")
-        field, relation, other = numbers.split()
-        yield Relation(field, relation, other, conditions)
-
-
-TABLE = tuple(_relations())
 
 
 def nearest(value: int, unit: int) -> int:
@@ -212,69 +295,72 @@ def divisor(run: RunView, field: str, number: int, what: str, least: int = 1) ->
         yield f"@{field}: must divide {what}; the nearest that fits is {near}"
 
 
-def _is_valid(run: RunView, field: str) -> bool:
-    """Whether a field has a value within its bound."""
-    value, bound = getattr(run, field), FIELDS[field].bound
-    return value is not None and (bound is None or bound.holds(value))
+def field_of(condition: str) -> str:
+    """The first field that a condition is about."""
+    return re.split("[!=>|]", condition)[0]
 
 
 def ranges(run: RunView) -> Faults:
     """Numbers outside the bounds that their fields declare."""
     for field, option in FIELDS.items():
-        if option.bound and getattr(run, field) is not None and not _is_valid(run, field):
+        value = getattr(run, field)
+        if option.bound is not None and value is not None and not option.bound.holds(value):
             yield f"@{field}: must be {option.bound.text}"
 
 
-def _changed(run: RunView) -> Iterator[tuple[str, list[str]]]:
-    """The fields that are not at their default, and what is missing of what they are idle
-    without.
+def fields_without_effect(run: RunView) -> tuple[list[str], list[str]]:
+    """Faults of fields without what they need, and remarks on those that are idle, see
+    `metadata.flag`.
     """
+    faults, remarks = [], []
     for field, option in FIELDS.items():
-        if (option.needs or option.idle_without) and getattr(run, field) != option.default:
-            yield field, [each for each in option.idle_without if not run.holds(each)]
-
-
-def idle(run: RunView) -> Faults:
-    """Remarks on flags without effect, see `metadata.flag`."""
-    for field, missing in _changed(run):
-        for condition in missing:
-            yield f"@{field}: has no effect without {condition_text(condition)}"
-
-
-def two_fields(run: RunView) -> Faults:
-    """The faults of fields without what they need, and of the tables."""
-    for field, missing in _changed(run):
-        for condition in () if missing else FIELDS[field].needs:
-            if not run.holds(condition):
-                text = condition_text(condition)
-                fix = f"{'set' if text.startswith('--') else 'use'} {text}"
-                yield f"@{field}: has no effect without {text}; remove it or {fix}"
-    for ones, others, why, fix in EXCLUSIONS:
-        given = (filter(run.holds, conditions.split()) for conditions in (ones, others))
-        for one, other in itertools.product(*map(list, given)):
-            text = f"is not supported with @{field_of(other)}{why}"
-            yield f"@{field_of(one)}: {text}; {fix}"
-    for condition, field, what in NEEDED:
-        if run.holds(condition) and getattr(run, field) is None:
-            fix = ", ".join(filter(None, (flag_name(field), what)))
-            yield f"@{field_of(condition)}: set {fix}"
-    yield from _numbers(run)
-
-
-def field_of(condition: str) -> str:
-    """The field that a condition without alternatives is about."""
-    return re.split("[=>]", condition)[0]
-
-
-def _numbers(run: RunView) -> Faults:
-    for field, relation, other, conditions in TABLE:
-        if not run.holds_all(conditions):
+        conditions = option.idle_without + option.needs
+        if not conditions or getattr(run, field) == option.default:
             continue
-        if relation in COMPARISONS:
-            holds, text = COMPARISONS[relation]
-            are_valid = _is_valid(run, field) and _is_valid(run, other)
-            if are_valid and not holds(getattr(run, field), getattr(run, other)):
-                yield f"@{field}: must be {text} @{other}"
-        elif run.has(field, other):
-            check = multiple if relation == "multiple" else divisor
-            yield from check(run, field, getattr(run, other), f"@{other}")
+        # of two conditions on the same field, what the field needs
+        missing = {field_of(each): each for each in conditions if not run.holds(each)}
+        if not missing:
+            continue
+        text = " and ".join(map(condition_text, missing.values()))
+        if not all(map(run.holds, option.idle_without)):
+            remarks.append(f"@{field}: has no effect without {text}")
+        else:
+            fix = f"{'set' if text.startswith('--') else 'use'} {text}"
+            faults.append(f"@{field}: has no effect without {text}; remove it or {fix}")
+    return faults, remarks
+
+
+def tables(run: RunView) -> Faults:
+    """The faults that the tables state."""
+    yield from fields_without_effect(run)[0]
+    for conditions, text in FAULTS.items():
+        if run.holds_all(conditions):
+            yield text
+    for ones, others, why, fix in EXCLUSIONS:
+        for one, other in itertools.product(ones.split(), others.split()):
+            if run.holds(one) and run.holds(other):
+                yield f"@{field_of(one)}: is not supported with @{field_of(other)}{why}; {fix}"
+    for line in RELATIONS.strip().splitlines():
+        numbers, _, conditions = line.partition(" if ")
+        if run.holds_all(conditions):
+            yield from _relation(run, *numbers.split())
+
+
+def _relation(run: RunView, field: str, relation: str, other: str) -> Faults:
+    value, limit = getattr(run, field), getattr(run, other)
+    if relation in COMPARISONS:
+        holds, text = COMPARISONS[relation]
+        are_valid = None not in (value, limit) and min(value, limit) >= 0
+        if are_valid and not holds(value, limit):
+            yield f"@{field}: must be {text} @{other}"
+    elif run.has(field, other):
+        check = multiple if relation == "multiple" else divisor
+        yield from check(run, field, limit, f"@{other}")
+
+
+def remarks(run: RunView) -> Faults:
+    """What the tables remark on."""
+    yield from fields_without_effect(run)[1]
+    for conditions, text in REMARKS.items():
+        if run.holds_all(conditions):
+            yield text

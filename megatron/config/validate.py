@@ -16,13 +16,13 @@ from pathlib import Path
 
 from megatron.config.batch_schedule import batch_steps
 from megatron.config.data_paths import parse_blend, parse_split
-from megatron.config.derive import GATED_WIDTH, RunView, derived
+from megatron.config.derive import RunView, derived
 from megatron.config.errors import ArgumentErrors, UserError, about
 from megatron.config.foreign_checkpoint import foreign_checkpoint
 from megatron.config.groups import Config
 from megatron.config.layers import MOST_LAYERS
 from megatron.config.metadata import flag_name
-from megatron.config.rules import Faults, Rule, idle, multiple, nearest, ranges, two_fields
+from megatron.config.rules import Faults, Rule, multiple, nearest, ranges, remarks, tables
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import LAYOUT_RULES, bubble
@@ -46,7 +46,7 @@ MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline
 
 def _bounds(run: RunView) -> Faults:
     """Sizes beyond which the plan and the schedule would take minutes to compute."""
-    count, layers = run.micro_batches or 0, run.num_layers or 0
+    layers, count = run.num_layers or 0, run.micro_batches or 0
     passes = increments = 0
     if run.pp > 1 and count <= MOST_MICRO_BATCHES:
         passes = layers * planned_micro_batches(run.pipeline_schedule, run.pp, count)
@@ -54,27 +54,14 @@ def _bounds(run: RunView) -> Faults:
         start, step, _ = run.rampup_batch_size
         increments = (run.global_batch_size - start) // step if step > 0 else 0
     fewer = "raise --micro-batch-size, or use more data-parallel ranks"
-    fixes = {"global_batch_size": fewer, "rampup_batch_size": "raise the increment"}
-    for field, number, most, what in (
-        ("num_layers", layers, MOST_LAYERS, "layers"),
-        ("global_batch_size", count, MOST_MICRO_BATCHES, "micro-batches in each step of a rank"),
-        ("global_batch_size", passes, MOST_PASSES, "passes of layers and micro-batches in a step"),
-        ("rampup_batch_size", increments, MOST_INCREMENTS, "increments"),
+    for number, most, text, fix in (
+        (layers, MOST_LAYERS, "@num_layers: {} layers", "give fewer"),
+        (count, MOST_MICRO_BATCHES, "@global_batch_size: {} micro-batches of a rank", fewer),
+        (passes, MOST_PASSES, "@global_batch_size: {} passes of layers in a step", fewer),
+        (increments, MOST_INCREMENTS, "@rampup_batch_size: {} increments", "raise the increment"),
     ):
         if number > most:
-            fix = fixes.get(field, "give fewer")
-            yield f"@{field}: {number:,} {what}, at most {most:,} are planned for; {fix}"
-
-
-REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
-
-
-def _required(run: RunView) -> Faults:
-    for field in REQUIRED if run.skip_train else (*REQUIRED, "lr"):
-        if getattr(run, field) is None:
-            yield f"{flag_name(field)} is required"
-    if run.ffn_hidden_size is None and run.has("hidden_size"):
-        yield f"--ffn-hidden-size is required: {GATED_WIDTH} is 0 for @hidden_size"
+            yield f"{text.format(f'{number:,}')}, at most {most:,} are planned for; {fix}"
 
 
 def _freeze(run: RunView) -> Faults:
@@ -93,21 +80,10 @@ def _freeze(run: RunView) -> Faults:
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
-def _sources(run: RunView) -> Faults:
-    by_split = run.given(*DATA_PATHS[1:])
-    kinds = list(map(flag_name, [*run.given("data_path", "mock_data"), *by_split[:1]]))
-    if not kinds:
-        yield "--data-path PREFIX is required (or --train-data-path, or --mock-data)"
-    if len(kinds) > 1:
-        yield f"{kinds[0]}: contradicts {' and '.join(kinds[1:])}; keep one kind of data"
-    if by_split and run.train_data_path is None and not run.skip_train:
-        yield f"{flag_name(by_split[0])}: --train-data-path is missing"
-
-
 def _split(run: RunView) -> Faults:
     if run.split is not None:
         parse_split(run.split)
-    return iter(())
+    return ()
 
 
 def _dataset_files(run: RunView, field: str) -> Faults:
@@ -136,15 +112,13 @@ def absent_tokenizer(flag: str, path: str) -> str:
 
 def _tokenizer(run: RunView) -> Faults:
     kind = run.tokenizer_type
-    if kind is None:
-        mock = "; with --mock-data, --vocab-size N is enough" if run.mock_data else ""
-        yield f"--tokenizer-type is required{mock}"
     has_files = kind not in (None, "NullTokenizer")
-    files = ("vocab_file", "merge_file") if kind == "GPT2BPETokenizer" else ("tokenizer_model",)
-    for field in files if has_files else ():
-        path = getattr(run, field)
-        if path is not None and not os.path.exists(path):
-            yield f"@{field}: {absent_tokenizer(flag_name(field), path)}"
+    if has_files:
+        is_bpe = kind == "GPT2BPETokenizer"
+        for field in ("vocab_file", "merge_file") if is_bpe else ("tokenizer_model",):
+            path = getattr(run, field)
+            if path is not None and not os.path.exists(path):
+                yield f"@{field}: {absent_tokenizer(flag_name(field), path)}"
     # without files --vocab-size is that of the tokenizer
     for field in ("padded_vocab_size", "vocab_size") if has_files else ("padded_vocab_size",):
         rows = getattr(run, field)
@@ -155,26 +129,31 @@ def _tokenizer(run: RunView) -> Faults:
 # ---------------------------------------------------------------- batches and lengths
 
 
+def _unit(run: RunView) -> tuple[int, str]:
+    """Samples of a micro-batch on all data-parallel ranks, and how they come about."""
+    unit = (run.micro_batch_size or 1) * (run.dp or 1)
+    text = f"--micro-batch-size {run.micro_batch_size} x {run.dp} data-parallel rank(s) = {unit}"
+    return unit, text
+
+
 def _batch(run: RunView) -> Faults:
     if run.micro_batches is None:
         return
-    unit = run.micro_batch_size * run.dp
-    text = f"--micro-batch-size {run.micro_batch_size} x {run.dp} data-parallel rank(s) = {unit}"
-    yield from multiple(run, "global_batch_size", unit, text)
-    if run.rampup_batch_size is not None:
-        yield from (f"@rampup_batch_size: {fault}" for fault in _ramp_up(run, unit, text))
-
-
-def _ramp_up(run: RunView, unit: int, unit_text: str) -> Faults:
-    if len(run.rampup_batch_size) != 3 or min(run.rampup_batch_size) <= 0:
-        yield "must be three numbers above 0: start increment samples"
+    unit, unit_text = _unit(run)
+    yield from multiple(run, "global_batch_size", unit, unit_text)
+    ramp_up = run.rampup_batch_size
+    if ramp_up is None:
         return
-    start, increment, _ = run.rampup_batch_size
+    if len(ramp_up) != 3 or min(ramp_up) <= 0:
+        yield "@rampup_batch_size: must be three numbers above 0: start increment samples"
+        return
+    start, increment, _ = ramp_up
     growth = run.global_batch_size - start
     if start % unit or increment % unit:
-        yield f"start and increment must be multiples of {unit_text}"
+        yield f"@rampup_batch_size: start and increment must be multiples of {unit_text}"
     if growth <= 0 or growth % increment:
-        yield "@global_batch_size must be the start plus a number of increments"
+        text = "@global_batch_size must be the start plus a number of increments"
+        yield f"@rampup_batch_size: {text}"
 
 
 def _batch_schedule(run: RunView) -> Faults:
@@ -182,11 +161,10 @@ def _batch_schedule(run: RunView) -> Faults:
         return
     with about("@step_batch_size_schedule"):
         steps = batch_steps(run.config.training, run.seq_length)
-    unit = (run.micro_batch_size or 1) * (run.dp or 1)
-    text = f"--micro-batch-size {run.micro_batch_size} x {run.dp} data-parallel rank(s) = {unit}"
+    unit, unit_text = _unit(run)
     for size in dict.fromkeys(size for _, size in steps if size % unit):
         near = nearest(size, unit)
-        fault = f"{size} must be a multiple of {text}; the nearest is {near}"
+        fault = f"{size} must be a multiple of {unit_text}; the nearest is {near}"
         yield f"@step_batch_size_schedule: {fault}"
     last = steps[-1][1]
     if run.global_batch_size != last:
@@ -195,26 +173,22 @@ def _batch_schedule(run: RunView) -> Faults:
 
 
 def _lengths(run: RunView) -> Faults:
-    iters, samples = run.train_iters, run.train_samples
-    if iters is None and samples is None and not run.skip_train:
-        yield "--train-iters or --train-samples is required"
-    if iters == 0 and not run.skip_train:
-        yield "--train-iters 0: nothing would be trained; to evaluate only, set --skip-train"
-    unit, wrong = ("iters", "samples") if samples is None else ("samples", "iters")
+    """Warm-up and decay must be in the unit of the run, and fit into each other."""
+    unit, wrong = ("iters", "samples") if run.train_samples is None else ("samples", "iters")
+    names = [f"lr_{part}_{unit}" for part in ("warmup", "decay", "wsd_decay")]
     # at a constant rate the length of the decay counts for a warm-up that is a share of it
     is_read = run.decays or run.lr_warmup_fraction is not None
-    names = [f"lr_{part}_{unit}" for part in ("warmup", "decay", "wsd_decay")]
-    has_one_unit = bool(iters or samples) and None in (iters, samples)
-    for name in names if is_read else names[:1]:
-        other = name.replace(unit, wrong)
-        if has_one_unit and getattr(run, other):
-            yield f"@{other}: the run is measured in --train-{unit}; use {flag_name(name)}"
+    has_one_unit = run.given("train_iters", "train_samples") == [f"train_{unit}"]
+    if has_one_unit and not run.skip_train:
+        for name in names if is_read else names[:1]:
+            other = name.replace(unit, wrong)
+            if getattr(run, other):
+                yield f"@{other}: the run is measured in --train-{unit}; use {flag_name(name)}"
     warmup, decay, final = (getattr(run, name) or 0 for name in names)
     if decay and warmup >= decay and is_read:
         yield f"@{names[0]}: must be smaller than @{names[1]}"
     if run.has_final_decay and not final:
-        text = f"give {flag_name(names[2])}, the length of its final decay"
-        yield f"@lr_decay_style: {text}"
+        yield f"@lr_decay_style: give {flag_name(names[2])}, the length of its final decay"
     elif run.has_final_decay and decay and final + warmup > decay:
         yield f"@{names[2]}: does not fit into @{names[1]} after the warm-up"
 
@@ -269,22 +243,18 @@ def _files(run: RunView) -> Faults:
         folder = Path(run.pipeline_timeline).absolute().parent
         if not folder.is_dir():
             yield f"@pipeline_timeline: no such folder: {folder}; make it first"
-    if run.holds_all("save_retain_interval save") and not run.save_interval:
-        yield "@save_retain_interval: set --save-interval, of which it is a multiple"
     outside = [rank for rank in run.profile_ranks if rank < 0 or 0 < run.world <= rank]
     if run.profile and outside:
         yield f"@profile_ranks: there is no rank {outside[0]}; ranks count from 0"
 
 
 RULES: tuple[Rule, ...] = (
-    _required,
     ranges,
-    two_fields,
+    tables,
     _bounds,
     *LAYOUT_RULES,
     *MODEL_RULES,
     _freeze,
-    _sources,
     _split,
     *(partial(_dataset_files, field=field) for field in DATA_PATHS),
     _tokenizer,
@@ -300,12 +270,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _remarks(run: RunView) -> Faults:
-    yield from idle(run)
-    if run.activation == "gelu":
-        yield (
-            "--activation gelu is the exact (erf) form; Megatron-LM's default, which it "
-            "fuses with the bias, is the tanh form: --activation gelu-tanh"
-        )
+    yield from remarks(run)
     yield from bubble(run)
     for moment, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
         # half the spacing of bf16 just above a power of two
@@ -315,8 +280,6 @@ def _remarks(run: RunView) -> Faults:
             yield f"@{moment}: with @{beta} {text}; {fix}"
     if run.has("window_size", "seq_length") and run.window_size >= run.seq_length:
         yield "@window_size covers @seq_length: full causal attention"
-    if run.save is None and not run.skip_train:
-        yield "--save is not set: no checkpoints or metrics will be written"
 
 
 def _faults(run: RunView) -> list[str]:

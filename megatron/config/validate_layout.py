@@ -1,5 +1,5 @@
-"""Rules of the layout: tensor- and pipeline-parallel sizes, how layers are shared out over stages,
-schedules. `@field` in a text is the flag with its value.
+"""Rules of the layout that compute something: tensor- and context-parallel sizes, how layers are
+shared out over stages, schedules. `@field` in a text is the flag with its value.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ def tensor_parallel(run: RunView) -> Faults:
     if min(run.tp, run.cp, run.pp, run.world) <= 0:
         return
     if not run.dp:
-        shown = "@tensor_model_parallel_size"
-        shown += " x @context_parallel_size" * (run.cp > 1)
-        shown += " x @pipeline_model_parallel_size" * (run.pp > 1)
+        near = nearest(run.world, run.tp * run.cp * run.pp)
         yield (
-            f"{shown}: does not divide the {run.world} rank(s) of this job; start "
-            f"{nearest(run.world, run.tp * run.cp * run.pp)} (in a dry run, with --world-size), or "
-            "give smaller sizes"
+            "@tensor_model_parallel_size x @context_parallel_size x @pipeline_model_parallel_size: "
+            f"does not divide the {run.world} rank(s) of this job; start {near} (in a dry run, "
+            "with --world-size), or use smaller sizes"
         )
     if not run.has("num_attention_heads", "num_query_groups"):
         return
@@ -44,13 +42,10 @@ def tensor_parallel(run: RunView) -> Faults:
     sizes = range(1, min(ranks, heads, 1024) + 1)  # no matrix is shared over more
     fitting = [n for n in sizes if ranks % n == heads % n == 0 and _shares(n, groups)]
     near = min(fitting, key=lambda size: abs(size - run.tp))
-    what = (
-        "@num_query_groups or be a multiple of it"
-        if heads % run.tp == 0
-        else "@num_attention_heads"
-    )
-    text = f"must divide {what}; the nearest that fits is {near}"
-    yield f"@tensor_model_parallel_size: {text}"
+    what = "@num_attention_heads"
+    if heads % run.tp == 0:
+        what = "@num_query_groups or be a multiple of it"
+    yield f"@tensor_model_parallel_size: must divide {what}; the nearest that fits is {near}"
 
 
 def context_parallel(run: RunView) -> Faults:
@@ -87,19 +82,14 @@ def context_parallel(run: RunView) -> Faults:
         )
 
 
-def zero(run: RunView) -> Faults:
-    """Groups of hybrid sharding must be of equal size, and gradients stay in place for graphs."""
+def zero_groups(run: RunView) -> Faults:
+    """Groups of hybrid sharding must be of equal size."""
     if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp:
-        ranks = "data-parallel rank(s)" if run.cp == 1 else "data- x context-parallel ranks"
-        yield from divisor(run, "zero_shard_size", run.replicas, f"the {run.replicas} {ranks}", 2)
-    if run.holds_all("cuda_graphs zero_stage>1 replicas>1"):
-        yield (
-            "@cuda_graphs: is not supported with @zero_stage, whose gradient buffers move; set "
-            "--zero-stage 0 or 1"
-        )
+        ranks = f"the {run.replicas} data- x context-parallel rank(s)"
+        yield from divisor(run, "zero_shard_size", run.replicas, ranks, 2)
 
 
-# ---------------------------------------------------------------- splits
+# ---------------------------------------------------------------- stages
 
 _LAYOUT = "pipeline_model_parallel_layout"
 _PER_VIRTUAL = "num_layers_per_virtual_pipeline_stage"
@@ -124,8 +114,10 @@ def pipeline_split(run: RunView) -> Faults:
         return  # faults of their bounds
     elif run.pipeline_model_parallel_layout is not None:
         yield from _drawn(run)
+    elif run.given(*_UNEVEN):
+        yield from _uneven(run)
     else:
-        yield from _uneven(run) if run.given(*_UNEVEN) else _even(run)
+        yield from _even(run)
 
 
 def _stages(run: RunView) -> tuple[str, int]:
@@ -144,6 +136,7 @@ def _instead(run: RunView, stages: int) -> str:
 
 
 def _drawn(run: RunView) -> Faults:
+    """A layout that is given as text, or `auto`."""
     shown, stages = _stages(run)
     units = run.num_layers + 2
     if run.pipeline_model_parallel_layout == AUTO:
@@ -159,14 +152,14 @@ def _drawn(run: RunView) -> Faults:
     if sum(counts) != run.num_layers:
         yield f"{has} {sum(counts)} layers (t), not @num_layers"
     if len(counts) % run.pp:
-        text = "not a multiple of @pipeline_model_parallel_size"
-        yield f"{has} {len(counts)} stages, {text}"
+        yield f"{has} {len(counts)} stages, not a multiple of @pipeline_model_parallel_size"
     elif len(counts) != stages:
         text = "which contradicts @num_virtual_stages_per_pipeline_rank; drop that"
         yield f"{has} {len(counts)} stages, {text}"
 
 
 def _even(run: RunView) -> Faults:
+    """As many layers for each stage, the embedding and the loss among them where they count."""
     layers = counted_layers(run.config)
     shown, stages = _stages(run)
     unit, per_virtual = stages, run.num_layers_per_virtual_pipeline_stage
@@ -174,9 +167,9 @@ def _even(run: RunView) -> Faults:
         unit = run.pp * per_virtual
         sizes = "@pipeline_model_parallel_size x @num_layers_per_virtual_pipeline_stage"
         shown = f"{sizes} = {unit}"
-    counted = " and ".join(f"@{field}" for field in run.given(*_COUNTED))
-    with_them = f" ({layers} with those of {counted})" if counted else ""
     if layers % unit:
+        counted = " and ".join(f"@{field}" for field in run.given(*_COUNTED))
+        with_them = f" ({layers} with those of {counted})" if counted else ""
         near = nearest(layers, unit) - (layers - run.num_layers)
         yield (
             f"@num_layers{with_them}: must be a multiple of {shown}; the nearest is {near}, or "
@@ -197,18 +190,13 @@ def _uneven(run: RunView) -> Faults:
     others = run.pp - len(numbers)
     rest = run.num_layers - sum(numbers)
     shared_out = rest > 0 and rest % (others * virtual) == 0 if others else rest == 0
-    if shared_out and all(number % virtual == 0 for number in numbers):
-        return
-    shown = " and ".join(f"@{field}" for field in fields)
-    divided = ", each number divisible by @num_virtual_stages_per_pipeline_rank" * (virtual > 1)
-    yield (
-        f"{shown}: leave {rest} of @num_layers to {others} other pipeline rank(s), which must "
-        f"share them evenly{divided}; change the numbers, or give "
-        f"{_instead(run, run.pp * virtual)}"
-    )
-
-
-# ---------------------------------------------------------------- schedules
+    if not shared_out or any(number % virtual for number in numbers):
+        shown = " and ".join(f"@{field}" for field in fields)
+        yield (
+            f"{shown}: leave {rest} of @num_layers to {others} other pipeline rank(s), which must "
+            "share them evenly, all divisible by @num_virtual_stages_per_pipeline_rank; change "
+            f"the numbers, or give {_instead(run, run.pp * virtual)}"
+        )
 
 
 def pipeline_schedule(run: RunView) -> Faults:
@@ -223,8 +211,8 @@ def pipeline_schedule(run: RunView) -> Faults:
             "--num-virtual-stages-per-pipeline-rank 2, or --pipeline-schedule 1f1b"
         )
     if takes not in (None, virtual):
-        sources = run.given(_LAYOUT, _PER_VIRTUAL, _VIRTUAL)
-        source = sources[run.pipeline_model_parallel_layout == AUTO]
+        fields = (_LAYOUT, _PER_VIRTUAL, _VIRTUAL)
+        source = next(field for field in fields if getattr(run, field) not in (None, AUTO))
         other = "interleaved" if takes == 1 else "another"
         yield (
             f"@pipeline_schedule: takes {takes} stage(s) on each pipeline rank, and @{source} "
@@ -243,4 +231,4 @@ def bubble(run: RunView) -> Faults:
         )
 
 
-LAYOUT_RULES = (tensor_parallel, context_parallel, zero, pipeline_split, pipeline_schedule)
+LAYOUT_RULES = (tensor_parallel, context_parallel, zero_groups, pipeline_split, pipeline_schedule)

@@ -219,6 +219,7 @@ def test_the_table_answers_the_recorded_names_and_no_other():
         ("--inprocess-restar", "did you mean --inprocess-restart?"),  # not of ours
         ("-lr", "did you mean --lr?"),
         ("--zzzzzzzzzzzz", "--zzzzzzzzzzzz: unknown flag"),
+        ("--moe-typo", "--moe-typo: unknown flag"),  # not --rope-type
         ("--tp 2", "did you mean --tensor-model-parallel-size?"),
         (
             "--dp 8",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations, pairwise
 
 import pytest
 from config_lines import SHORT, faults, long, resolved
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from megatron.config.schedules import place
 from megatron.config.stages import layers_of_stages, parse_layout
 from megatron.config.validate import Resolved, resolve
+from megatron.model.arithmetic import unit_flops
+from megatron.model.stages import pipeline_stages
 
 
 def pipeline(flags: str, layers: int = 8, ranks: int = 4, world: int | None = None) -> Resolved:
@@ -80,6 +83,20 @@ def test_any_layout_string_is_read_or_refused(text):
 )
 def test_what_flags_mean(flags, layers, ranks, counts):
     assert layers_of_stages(pipeline(flags, layers, ranks).config) == counts
+
+
+@pytest.mark.parametrize("vocabulary", [128, 200_000])
+def test_auto_shares_out_the_flops(vocabulary):
+    """The largest stage has as few FLOPs as any cut of embedding, layers and head has."""
+    config = pipeline("@layout auto --untie-embeddings-and-output-weights").config
+    flops = unit_flops(config.model, config.data.seq_length, vocabulary)
+
+    def largest(ends: tuple[int, ...]) -> int:
+        return max(sum(flops[slice(*each)]) for each in pairwise((0, *ends, len(flops))))
+
+    found = pipeline_stages(config, vocabulary)
+    fewest = min(map(largest, combinations(range(1, len(flops)), 3)))
+    assert len(found) == 4 and max(sum(flops[i] for i in stage.units) for stage in found) == fewest
 
 
 def test_a_single_rank_holds_everything():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron.config.derive import RunView
 from megatron.config.groups import Config
 from megatron.config.options import FIELDS
-from megatron.config.rules import EXCLUSIONS, field_of, ranges, two_fields
+from megatron.config.rules import EXCLUSIONS, field_of, ranges, tables
 from megatron.config.validate import cross_field_faults, resolve
 
 
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 RULES = """
 # shapes
 --num-attention-heads 5
-    --hidden-size 64: must be a multiple of --num-attention-heads 5; or give --kv-channels
+    --hidden-size 64: must be a multiple of --num-attention-heads 5; the nearest is 65
 --group-query-attention
     --group-query-attention: set --num-query-groups
 --group-query-attention --num-query-groups 3
@@ -44,7 +44,7 @@ RULES = """
 --position-embedding-type rope --rotary-percent 0.2
     --rotary-percent 0.2: 3 of 16 channels would rotate
 --position-embedding-type rope --rope-scaling-factor 4
-    --rope-scaling-factor 4: has no effect without --use-rope-scaling
+    --rope-scaling-factor 4: has no effect without --position-embedding-type yarn or --use-rope
 --position-embedding-type rope --use-rope-scaling --rope-high-freq-factor 1
     --rope-high-freq-factor 1: must be greater
 --window-size 8 --window-attn-skip-freq [1,0,1]
@@ -60,9 +60,9 @@ RULES = """
 
 # data and tokenizer
 --data-path a
-    --data-path: contradicts --mock-data
+    --data-path a: is not supported with --mock-data; keep one kind of data
 --train-data-path a
-    --mock-data: contradicts --train-data-path
+    --mock-data: is not supported with --train-data-path a
 --tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model none.json
     --tokenizer-model none.json: no such file or folder; tokenizers are read from local files
 --tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model Qwen/Qwen3-8B
@@ -150,14 +150,14 @@ RULES = """
 --num-layers 1000000000
     --num-layers 1000000000: 1,000,000,000 layers, at most 10,000 are planned for
 --global-batch-size 1000000000
-    --global-batch-size 1000000000: 500,000,000 micro-batches in each step of a rank
+    --global-batch-size 1000000000: 500,000,000 micro-batches of a rank
 2 @pp 2 --num-layers 8 --global-batch-size 200000 --pipeline-schedule gpipe
-    800,000 passes of layers and micro-batches in a step, at most 500,000
+    800,000 passes of layers in a step, at most 500,000
 2 @pp 2 --num-layers 8 --global-batch-size 200000
 
 # tensor-parallel ranks
 6 --tensor-model-parallel-size 4
-    --tensor-model-parallel-size 4: does not divide the 6 rank(s) of this job; start 8
+    --pipeline-model-parallel-size 1: does not divide the 6 rank(s) of this job; start 8
 3 --tensor-model-parallel-size 3 --ffn-hidden-size 255
     --tensor-model-parallel-size 3: must divide --num-attention-heads 4; the nearest that fits
 16 --num-attention-heads 16 --group-query-attention --num-query-groups 8 \
@@ -170,10 +170,12 @@ RULES = """
     --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move; set
 
 # experts
+2 @pp 2 --num-layers 4 @per_virtual 0
+    @per_virtual 0: must be greater than 0
 @experts --moe-router-topk 1
     --moe-router-topk 1: the softmax of one chosen logit is
 @experts --activation-offload --offload-modules mlp_norm mlp_act
-    --offload-modules mlp_act: experts' activations are not offloaded
+    --offload-modules mlp_norm mlp_act: activations of experts
 @experts --moe-layer-freq [0]*2
     no layer has experts; drop --num-experts
 @experts --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4
@@ -181,11 +183,11 @@ RULES = """
 @experts --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01
     must be one number for each of --moe-router-load-balancing-type
 @experts --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01
-    none has no loss; give aux_loss
+    --moe-aux-loss-coeff 0.01: none has no loss; give aux_loss
 2 @experts --expert-model-parallel-size 4
     must divide the 2 rank(s) of a pipeline stage
 2 @experts --tensor-model-parallel-size 2
-    would all send the same tokens to experts; give --sequence-parallel
+    would all send the same tokens to experts; set --sequence-parallel
 4 @experts --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 @pp 2 \
 --pipeline-schedule zero-bubble --global-batch-size 8
     which has no pairs of passes; set --pipeline-schedule 1f1b or interleaved
@@ -200,7 +202,7 @@ RULES = """
 @latent --rope-type rope --position-embedding-type yarn
     contradicts --position-embedding-type yarn
 @latent --rope-type rope --rotary-scaling-factor 40 --mscale-all-dim 1
-    --rope-scaling-factor 40: has no effect without --use-rope-scaling
+    --rope-scaling-factor 40: has no effect without --position-embedding-type yarn or --use-rope
     --mscale-all-dim 1: has no effect without --position-embedding-type yarn
     --rope-type rope with --rope-scaling-factor 40 and --mscale-all-dim 1
 --rope-type yarn
@@ -212,9 +214,9 @@ RULES = """
 
 # ZeRO
 8 --zero-stage 1 --zero-shard-size 3
-    --zero-shard-size 3: must divide the 8 data-parallel rank(s); the nearest that fits is 2
+    --zero-shard-size 3: must divide the 8 data- x context-parallel rank(s); the nearest
 8 --zero-stage 0 --zero-shard-size 4
-    --zero-shard-size 4: has no effect without --zero-stage above 0; remove it or set
+    --zero-shard-size 4: has no effect without --zero-stage above 0 over several ranks; remove it
 1048576 --zero-stage 1 --zero-shard-size 7
     the nearest that fits is 8
 2 --zero-stage 2 --cuda-graphs
@@ -239,7 +241,7 @@ RULES = """
     mlp.fc2 has 192 inputs on each tensor-parallel rank
 2 --fp8-format e4m3 --fp8-min-width 64 --fp8-recipe blockwise --hidden-size 256 \
 --ffn-hidden-size 512 --seq-length 256 --context-parallel-size 2
-    blocks of tokens would hold other tokens than in one process; give --no-fp8-wgrad
+    blocks of tokens would hold other tokens than in one process; set --no-fp8-wgrad
 
 # stages of a pipeline
 4 --num-layers 30 @pp 4
@@ -325,6 +327,8 @@ NOTES = """
 --window-size 32 --split 9,1
     --window-size 32 covers --seq-length 32
     --split 9,1: has no effect without --data-path
+--mscale 2
+    --mscale 2: has no effect without --position-embedding-type yarn and --multi-latent-attention
     --save is not set: no checkpoints or metrics will be written
     --activation gelu is the exact (erf) form
 8 @pp 4 --num-layers 8 --global-batch-size 12
@@ -398,7 +402,7 @@ def test_each_exclusion_of_the_table_is_a_fault():
             run = RunView(counting(counting(configure(), one), other), 1, 101)
             shown = (f"@{field_of(each)}" for each in (one, other))
             fault = f"{': is not supported with '.join(shown)}{why}; "
-            assert any(found.startswith(fault) for found in two_fields(run)), fault
+            assert any(found.startswith(fault) for found in tables(run)), fault
 
 
 @pytest.mark.parametrize(
@@ -439,8 +443,11 @@ def test_valid_combinations(extra):
         ("--train-data-path a --valid-data-path b", []),
         ("--data-path a c", ["--data-path c: no such file: c.idx and c.bin"]),
         ("--data-path 0.3 a b", ["--data-path 0.3 a b: give a weight before each prefix"]),
-        ("--valid-data-path b", ["--valid-data-path: --train-data-path is missing"]),
-        ("--data-path a --train-data-path b", ["--data-path: contradicts --train-data-path"]),
+        ("--valid-data-path b", ["--train-data-path is required with --valid-data-path"]),
+        (
+            "--data-path a --train-data-path b",
+            ["--data-path a: is not supported with --train-data-path b; keep one kind of data"],
+        ),
     ],
 )
 def test_data_files(flags, expected):

@@ -26,7 +26,10 @@ NOTES = """
     zero-stage = 0: --zero-shard-size 1 shards over a single rank
     zero-shard-size = None: --zero-shard-size 1 shards over a single rank
 4 --no-overlap-param-gather
-    --no-overlap-param-gather: has no effect without --zero-stage above 0
+    --no-overlap-param-gather: has no effect without --zero-stage above 0 over several ranks
+1 --zero-stage 3 --no-overlap-param-gather
+    zero-stage = 0: one data-parallel rank has nothing to shard over
+    --no-overlap-param-gather: has no effect without --zero-stage above 0 over several ranks
 1 --zero-stage 3 --zero-shard-size 4 --param-cpu-offload
     optimizer-cpu-offload = True: --param-cpu-offload keeps weights where they are stepped
     zero-shard-size = None: one data-parallel rank has nothing to shard over
