@@ -16,18 +16,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron.config.data_paths import parse_blend, parse_split
-from megatron.config.groups import Config
+from megatron.config.data_paths import SPLITS, parse_blend, parse_split
+from megatron.config.groups import Config, DataConfig
 from megatron.config.input_files import JsonObject
 from megatron.config.metadata import flag_name
 from megatron.data.blend import PATTERN, Blend, extend_history, quotas
 from megatron.data.indexed_dataset import DataError, IndexedDataset
 from megatron.data.token_stream import TokenStream, key_of, mix
 
-SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
 EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
-Weights = list[float | None]  # None: by tokens
 SAMPLES_AT_ONCE = 16  # whose tokens are held to count them
 MOCK_DOCUMENT = 100  # tokens, its end-of-document included
 
@@ -73,29 +71,28 @@ class PythonReader(Reader, Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Endless samples: `batch` is a pure function. epoch_samples is None for computed data;
-    bytes_per_token where a sidecar knows it.
+    """Endless samples: `batch` is a pure function. `config`: the length and the masks of samples.
+    epoch_samples is None for computed data; bytes_per_token where a sidecar knows it.
     """
 
     name: str
     reader: Reader
-    seq_length: int
+    config: DataConfig
     eod: int
-    eod_mask_loss: bool = False
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
     epoch_samples: int | None = None
     bytes_per_token: float | None = None
     weight: float = 1.0  # share of its split's blend, which the mean over the split's sources takes
 
     def valid_tokens(self, first_sample: int, count: int) -> int:
         """Number of tokens of these samples that the loss counts."""
-        if not self.eod_mask_loss:
-            return count * self.seq_length
+        if not self.config.eod_mask_loss:
+            return count * self.config.seq_length
         samples = np.arange(first_sample, first_sample + count, dtype=np.int64)
-        chunks = np.split(samples, range(SAMPLES_AT_ONCE, count, SAMPLES_AT_ONCE))
-        windows = map(self.reader.windows, chunks)
-        return sum(int(np.count_nonzero(each[:, :-1] != self.eod)) for each in windows)
+        valid = 0
+        for few in np.split(samples, range(SAMPLES_AT_ONCE, count, SAMPLES_AT_ONCE)):
+            tokens = self.reader.windows(few)[:, :-1]
+            valid += int(np.count_nonzero(tokens != self.eod))
+        return valid
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples first_sample .. first_sample + count - 1. Raises DataError for a token outside
@@ -103,31 +100,26 @@ class Source:
         """
         sample = np.arange(first_sample, first_sample + count, dtype=np.int64)
         windows = self.reader.windows(sample)
-        tokens = np.ascontiguousarray(windows[:, :-1])
-        labels = np.ascontiguousarray(windows[:, 1:])
-        positions = np.broadcast_to(np.arange(self.seq_length), tokens.shape)
-        mask = (
-            (tokens != self.eod).astype(np.float32)
-            if self.eod_mask_loss
-            else np.ones(tokens.shape, np.float32)
-        )
-        starts = None
-        if self.reset_position_ids or self.reset_attention_mask:
-            # an end-of-document token belongs to its document; the next position begins one
-            starts = np.zeros(tokens.shape, np.int64)
-            starts[:, 1:] = np.where(tokens[:, :-1] == self.eod, positions[:, 1:], 0)
-            starts = np.maximum.accumulate(starts, axis=1)
-            positions = positions - starts if self.reset_position_ids else positions
+        tokens, labels = windows[:, :-1], windows[:, 1:]
+        positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+        # an end-of-document token belongs to its document; the next position begins one
+        starts = np.zeros(tokens.shape, np.int64)
+        starts[:, 1:] = np.where(tokens[:, :-1] == self.eod, positions[:, 1:], 0)
+        starts = np.maximum.accumulate(starts, axis=1)
+        config = self.config
+        mask = tokens != self.eod if config.eod_mask_loss else np.ones(tokens.shape)
         arrays = {
             "tokens": tokens,
             "labels": labels,
-            "loss_mask": mask,
-            "position_ids": np.array(positions, order="C"),
+            "loss_mask": mask.astype(np.float32),
+            "position_ids": positions - starts if config.reset_position_ids else positions,
             "sample_ids": sample,
         }
-        if self.reset_attention_mask:
+        if config.reset_attention_mask:
             arrays["document_starts"] = starts.astype(np.int32)
-        return Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+        return Batch(
+            **{name: torch.from_numpy(np.array(array, order="C")) for name, array in arrays.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -193,7 +185,7 @@ class Data:
 
 @dataclass
 class _Opener:
-    """Opens each prefix once, makes streams and sources, and reports all faults together."""
+    """Opens each prefix once, makes streams and sources, and collects the faults of all."""
 
     config: Config
     tokenizer: Any
@@ -211,26 +203,31 @@ class _Opener:
         else:
             own = getattr(data, f"{split}_data_path")
             paths = parse_blend(own or (), f"--{split}-data-path")
-        found: list[TokenStream] = []
+        found: dict[str, TokenStream] = {}  # by the data that they hold
         too_small = []
         for weight, prefix in paths:
             dataset = None if weight == 0 else self.open(prefix)
             if dataset is None:
                 continue
             try:
-                found.append(self.stream(dataset, split, cut_by))
+                stream = self.stream(dataset, split, cut_by)
             except DataError as error:
                 too_small.append(str(error))
                 continue
             if weight is not None:
-                found[-1].weight = weight
+                stream.weight = weight
+            first = found.setdefault(stream.identity, stream)
+            if first is not stream:
+                self.faults.append(
+                    f"{prefix}: this data is given twice, first as {first.dataset.prefix}: "
+                    "name it once, with the sum of the weights"
+                )
         if cut_by and split != "train" and found:
             # other sources are evaluated; the message of a source that is too small has the fix
             self.notes += [f"{split}: left out: {problem}" for problem in too_small]
         else:
             self.faults += too_small
-        self.faults += _given_twice(found)
-        return found
+        return list(found.values())
 
     def stream(self, dataset: IndexedDataset, split: str, cut_by: str | None) -> TokenStream:
         """The part of a dataset for a split, by a --split or (None) all of it. Raises DataError
@@ -253,89 +250,83 @@ class _Opener:
         if prefix not in self.datasets:
             try:
                 dataset = IndexedDataset(prefix)
-                self._check(dataset)
-                self._check_eod(dataset)
+                self._check_ids(dataset)
+                self._check_tokenizer(dataset)
             except DataError as error:
                 self.faults.append(str(error))
                 return None
             self.datasets[prefix] = dataset
         return self.datasets[prefix]
 
-    def _check(self, dataset: IndexedDataset) -> None:
-        """Compare the ids of the data with the vocabulary."""
-        tokenizer, sidecar, scans = self.tokenizer, dataset.sidecar, self.config.data.check_data
-        if scans:
-            dataset.check(tokenizer.vocab_size, _progress(f"checking {dataset.prefix}"))
-            self.notes.append(f"{dataset.prefix}: scanned in full, sound")
-        elif not sidecar:
-            dataset.check_ends(tokenizer.vocab_size)
+    def _check_ids(self, dataset: IndexedDataset) -> None:
+        """Compare the ids of the data with the vocabulary: all, or the ends without a sidecar."""
+        prefix, vocab_size = dataset.prefix, self.tokenizer.vocab_size
+        if self.config.data.check_data:
+            dataset.check(vocab_size, _progress(f"checking {prefix}"))
+            self.notes.append(f"{prefix}: scanned in full, sound")
+        elif not dataset.sidecar:
+            dataset.check_ends(vocab_size)
             self.notes.append(
-                f"{dataset.prefix}: has no sidecar, so ids are checked as they are read; "
-                "--check-data scans the files before training"
-            )
-        if not sidecar:
-            return
-        made_with = sidecar["tokenizer"].get("name")
-        if sidecar["max_id"] >= tokenizer.vocab_size:
-            raise DataError(
-                f"{dataset.bin_path}: its largest token id, {sidecar['max_id']}, lies "
-                f"outside the vocabulary of {tokenizer.vocab_size}: the data was made with "
-                f"{made_with}; give that tokenizer, or preprocess the text again"
-            )
-        if sidecar["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-            self.notes.append(
-                f"{dataset.prefix}: made with another tokenizer ({made_with}) than this run's "
-                f"({tokenizer.name})"
+                f"{prefix}: has no sidecar, so ids are checked as they are read; --check-data "
+                "scans the files before training"
             )
 
-    def _check_eod(self, dataset: IndexedDataset) -> None:
-        """Compare the end-of-document id of the data with that of the tokenizer."""
-        data, eod, sidecar = self.config.data, self.tokenizer.eod, dataset.sidecar
-        made_with = sidecar["tokenizer"]["eod"] if sidecar else eod
-        if made_with != eod:
+    def _check_tokenizer(self, dataset: IndexedDataset) -> None:
+        """Compare the tokenizer that made the data with this run's, and the flags that need an
+        end-of-document id with the data.
+        """
+        data, ours, sidecar = self.config.data, self.tokenizer, dataset.sidecar
+        theirs = sidecar["tokenizer"] if sidecar else {}
+        maker = f"{theirs.get('name')}, end of document {theirs.get('eod')}"
+        if sidecar and sidecar["max_id"] >= ours.vocab_size:
+            raise DataError(
+                f"{dataset.bin_path}: its largest token id, {sidecar['max_id']}, lies "
+                f"outside the vocabulary of {ours.vocab_size}: the data was made with {maker}; "
+                "give that tokenizer, or preprocess the text again"
+            )
+        if sidecar and theirs["fingerprint"] != ours.fingerprint:
             self.notes.append(
-                f"{dataset.prefix}: made with the end-of-document id {made_with}; this run's "
-                f"tokenizer has {eod}"
+                f"{dataset.prefix}: made with another tokenizer ({maker}) than this run's "
+                f"({ours.name}, end of document {ours.eod})"
             )
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         flags = ", ".join(flag_name(name) for name in names if getattr(data, name))
-        counted = sidecar and made_with == eod
-        if flags and not (sidecar["eod_count"] if counted else dataset.contains(eod)):
+        is_counted = theirs.get("eod") == ours.eod
+        if flags and not (sidecar["eod_count"] if is_counted else dataset.contains(ours.eod)):
             raise DataError(
-                f"{dataset.bin_path}: holds no end-of-document id ({eod}), so {flags} "
+                f"{dataset.bin_path}: holds no end-of-document id ({ours.eod}), so {flags} "
                 "cannot act: preprocess with --append-eod and this tokenizer, or drop the flag"
             )
 
     def source(self, name: str, streams: list[TokenStream], blend: Blend, weight: float) -> Source:
         """The samples of the streams, mixed by a blend."""
-        sidecars = [stream.dataset.sidecar for stream in streams]
+        sidecars = [stream.dataset.sidecar or {} for stream in streams]
         bytes_per_token = None
-        if all(sidecar and sidecar.get("text_bytes") for sidecar in sidecars):
+        if all(sidecar.get("text_bytes") for sidecar in sidecars):
             text_bytes = sum(sidecar["text_bytes"] for sidecar in sidecars)
             bytes_per_token = text_bytes / sum(sidecar["tokens"] for sidecar in sidecars)
         return Source(
             name,
             FileReader(streams, blend),
-            eod=self.tokenizer.eod,
-            epoch_samples=sum(stream.samples for stream in streams),
-            bytes_per_token=bytes_per_token,
-            weight=weight,
-            **_flags(self.config),
+            self.config.data,
+            self.tokenizer.eod,
+            sum(stream.samples for stream in streams),
+            bytes_per_token,
+            weight,
         )
 
     def held_out(self, title: str, streams: list[TokenStream]) -> dict[str, Source]:
         """One source per stream: a single one is named `title`, several by the last part of their
         prefix (or all of it when those collide).
         """
-        prefixes = [stream.dataset.prefix for stream in streams]
-        short = [each.rsplit("/", 1)[-1].removesuffix("_text_document") for each in prefixes]
-        names = (
-            [title] if len(streams) == 1 else short if len(set(short)) == len(short) else prefixes
-        )
+        names = [stream.dataset.prefix for stream in streams]
+        short = [each.rsplit("/", 1)[-1].removesuffix("_text_document") for each in names]
+        if len(set(short)) == len(short):
+            names = short if len(short) > 1 else [title]
         total = sum(stream.weight for stream in streams)
         return {
             name: self.source(name, [stream], Blend([1]), stream.weight / total)
-            for name, stream in zip(names, streams, strict=True)
+            for name, stream in zip(names, streams)
         }
 
 
@@ -348,11 +339,8 @@ def _progress(label: str) -> Callable[[float], None]:
         now = time.monotonic()
         if now - last > 5:
             last = now
-            print(
-                f"{label}: {100 * share:.0f}%, {(now - begun) * (1 - share) / share:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+            left = (now - begun) * (1 - share) / share
+            print(f"{label}: {100 * share:.0f}%, {left:.0f} s left", file=sys.stderr, flush=True)
 
     return show
 
@@ -361,21 +349,6 @@ def split_range(shares: list[Fraction], split: str, sequences: int) -> tuple[int
     """First and stop sequence of one split: [round(lo N), round(hi N))."""
     k = SPLITS.index(split)
     return round(sum(shares[:k]) * sequences), round(sum(shares[: k + 1]) * sequences)
-
-
-def _given_twice(streams: list[TokenStream]) -> list[str]:
-    """The faults of streams with the same data as an earlier one."""
-    first: dict[str, str] = {}
-    faults = []
-    for stream in streams:
-        prefix = stream.dataset.prefix
-        if stream.identity in first:
-            faults.append(
-                f"{prefix}: this data is given twice, first as {first[stream.identity]}: "
-                "name it once, with the sum of the weights"
-            )
-        first.setdefault(stream.identity, prefix)
-    return faults
 
 
 def build_data(
@@ -410,26 +383,25 @@ def build_data(
         raise DataError("\n".join(dict.fromkeys(opener.faults)))
 
     # 2. The training blend, continued from the history of the run; held-out sources are not mixed.
-    source, notes = None, opener.notes
+    source = None
     if train:
-        history, source, lines = _blended(opener, train, history, consumed)
-        notes += lines
+        source, history = _blended(opener, train, history, consumed)
     for split, streams in held_out.items():
-        notes += _held_out_notes(split, streams)
-    return Data(
-        train=source,
-        valid=opener.held_out("validation", held_out["valid"]),
-        test=opener.held_out("test", held_out["test"]),
-        history=history or {"segments": []},
-        notes=notes,
-        eod=tokenizer.eod,
-    )
+        if len(streams) > 1:
+            opener.notes.append(
+                f"{split}: each source is evaluated by itself; the loss of the blend is "
+                "their mean by weight (without weights: by tokens)"
+            )
+        opener.notes += [_size(split, stream) for stream in streams]
+    valid = opener.held_out("validation", held_out["valid"])
+    test = opener.held_out("test", held_out["test"])
+    return Data(source, valid, test, history or {"segments": []}, opener.notes, tokenizer.eod)
 
 
 def _blended(
     opener: _Opener, streams: list[TokenStream], history: JsonObject | None, consumed: int
-) -> tuple[JsonObject, Source, list[str]]:
-    """The continued data history, the training samples and notes."""
+) -> tuple[Source, JsonObject]:
+    """The training samples and the continued data history."""
     names = [stream.dataset.prefix for stream in streams]
     shares = quotas([stream.weight for stream in streams], names)
     entries = [
@@ -437,20 +409,11 @@ def _blended(
         for stream, name, share in zip(streams, names, shares)
     ]
     history, blend, changes = extend_history(history, consumed, entries)
-    notes = [
-        f"{_size('train', stream)} an epoch, share {share}/{PATTERN} = {share / PATTERN:.6f}"
-        for stream, share in zip(streams, shares)
-    ]
-    return history, opener.source("train", streams, blend, 1.0), [*notes, *changes]
-
-
-def _held_out_notes(split: str, streams: list[TokenStream]) -> list[str]:
-    sizes = [_size(split, stream) for stream in streams]
-    means = (
-        f"{split}: each source is evaluated by itself; the loss of the blend is "
-        "their mean by weight (without weights: by tokens)"
-    )
-    return [means, *sizes] if len(streams) > 1 else sizes
+    for stream, share in zip(streams, shares):
+        size = _size("train", stream)
+        opener.notes.append(f"{size} an epoch, share {share}/{PATTERN} = {share / PATTERN:.6f}")
+    opener.notes += changes
+    return opener.source("train", streams, blend, 1.0), history
 
 
 def _size(split: str, stream: TokenStream) -> str:
@@ -458,27 +421,23 @@ def _size(split: str, stream: TokenStream) -> str:
     return f"{split}: {prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples"
 
 
-def _flags(config: Config) -> JsonObject:
-    return {
-        name: getattr(config.data, name)
-        for name in ("seq_length", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-    }
-
-
 def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:
-    def source(name: str, seed: int) -> Source:
-        key, eod = key_of("mock", seed, name), tokenizer.eod
-        reader = MockReader(config.data.seq_length, tokenizer.vocab_size, eod, key)
-        return Source(name, reader, eod=eod, **_flags(config))
+    vocab_size, eod = tokenizer.vocab_size, tokenizer.eod
+    if vocab_size < 2:
+        raise DataError(f"--mock-data needs a vocabulary of at least 2, got {vocab_size}")
 
-    if tokenizer.vocab_size < 2:
-        raise DataError(f"--mock-data needs a vocabulary of at least 2, got {tokenizer.vocab_size}")
+    def source(name: str, seed: int) -> Source:
+        key = key_of("mock", seed, name)
+        return Source(
+            name, MockReader(config.data.seq_length, vocab_size, eod, key), config.data, eod
+        )
+
+    train = source("train", config.training.seed)
     validation, test = (
         {name: source(name, EVALUATION_SEED)} if evaluate else {} for name in ("validation", "test")
     )
-    notes = [f"mock data: computed tokens over the vocabulary of {tokenizer.vocab_size}"]
-    train = source("train", config.training.seed)
-    return Data(train, validation, test, {"segments": []}, notes, tokenizer.eod)
+    notes = [f"mock data: computed tokens over the vocabulary of {vocab_size}"]
+    return Data(train, validation, test, {"segments": []}, notes, eod)
 
 
 def _read_by(data: Data, reader: PythonReader, history: JsonObject | None, consumed: int) -> Data:

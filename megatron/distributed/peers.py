@@ -30,6 +30,7 @@ HEARTBEAT_S = 2.0  # between two heartbeats of a rank
 OBSERVE_S = 2.5 * HEARTBEAT_S  # a living rank has a new heartbeat within this time
 STORE_TIMEOUT_S = 5.0
 SILENT_S = 30.0  # without a heartbeat, after which rank 0 warns
+LOGGED = math.inf  # in place of the time since which a rank is silent
 MAX_NAMED = 8  # ranks in one message
 MAX_CLONES = 256  # ranks of a job in which each has a second connection to the store
 MAX_OBSERVERS = 1024  # ranks of a job in which each looks at the others; else rank 0 alone
@@ -71,6 +72,15 @@ class PeerError(RuntimeError):
         self.cause = cause
 
 
+# States of a rank, as messages name them; `{ago}` is the time since its last heartbeat. Of those
+# that ended, the ones that waited were not the cause.
+SILENT = "is silent; its last report, {ago}"
+ENDED = "ended {ago}"
+ENDED_WAITING = "ended {ago} in a wait"
+WAITING = "waits for others"
+BUSY = "lives and does not wait for others"
+
+
 class Heartbeat(NamedTuple):
     """A rank's entry in the store."""
 
@@ -78,19 +88,18 @@ class Heartbeat(NamedTuple):
     seconds: float  # Unix time
     place: str
     what: str
-    waited: bool  # for other ranks
-    ended: bool
+    state: str
+
+    @property
+    def ended(self) -> bool:
+        return self.state.startswith("ended")
 
     def describe(self, rank: int, state: str) -> str:
-        """A sentence about its rank; `{ago}` in the state is the time since the heartbeat."""
         ago = f"{max(0.0, time.time() - self.seconds):.0f} s ago"
         return f"rank {rank} ({self.place}) {state.format(ago=ago)}: {self.what}"
 
 
 Reports = dict[int, Heartbeat]  # by rank
-SILENT = "is silent; its last report, {ago}"
-ENDED = "ended {ago}"
-BUSY = "lives and does not wait for others"
 
 
 @dataclass
@@ -138,8 +147,9 @@ class Peers:
         """Write what this rank does, or why it ends."""
         self.number += 1
         place = f"process {os.getpid()} on {socket.gethostname()}"
-        what, waits = end or self.doing(), bool(self.waits)
-        report = Heartbeat(self.number, time.time(), place, what, waits, bool(end))
+        state, ended = (WAITING, ENDED_WAITING) if self.waits else (BUSY, ENDED)
+        what = end or self.doing()
+        report = Heartbeat(self.number, time.time(), place, what, ended if end else state)
         self.store.set(str(self.rank), json.dumps(report))
         if end:
             self.store.add("ended", 1)
@@ -161,15 +171,17 @@ class Peers:
                     self._warn(seen)
 
     def _warn(self, seen: dict[int, tuple[Heartbeat, float]]) -> None:
-        """Log the ranks that have become silent."""
+        """Log the ranks that have become silent, and those that are so no more."""
         now = time.monotonic()
         silent = []
         for rank, report in self._read(range(1, self.world)).items():
             before, since = seen.get(rank, (None, now))
             if report != before:
                 seen[rank] = report, now
+                if since == LOGGED:
+                    logger.warning(f"rank {rank} reports again")
             elif now - since > SILENT_S and not report.ended:
-                seen[rank] = report, math.inf  # logged once
+                seen[rank] = report, LOGGED
                 silent.append(report.describe(rank, SILENT))
         if silent:
             logger.warning(f"{some(silent, MAX_NAMED, '; ')}. The others wait for it")
@@ -203,20 +215,17 @@ class Peers:
             state = "has ended" if found else "is silent"
             return f"{self.holder}, which holds the rendezvous store, {state}"
         before, last = found[0]
-        by_state: dict[str, list[str]] = {SILENT: [], ENDED: [], BUSY: []}
+        by_state: dict[str, list[str]] = {}
         for rank, report in last.items():
-            if report == before.get(rank) and not report.ended:
-                state = SILENT
-            elif report.waited or not (report.ended or timed_out):
-                continue
-            else:
-                state = ENDED if report.ended else BUSY
-            by_state[state].append(report.describe(rank, state))
+            is_silent = report == before.get(rank) and not report.ended
+            state = SILENT if is_silent else report.state
+            by_state.setdefault(state, []).append(report.describe(rank, state))
         # Silent ranks explain the rest; then those that ended while they computed; then those that
         # have not reached the operation.
-        silent, ended, busy = by_state.values()
-        self.num_silent = len(silent)
-        return some(silent or ended or busy, MAX_NAMED, "; ")
+        self.num_silent = len(by_state.get(SILENT, ()))
+        causes = (SILENT, ENDED, BUSY) if timed_out else (ENDED,)
+        named = next((by_state[state] for state in causes if state in by_state), [])
+        return some(named, MAX_NAMED, "; ")
 
     def stay(self) -> None:
         """On the host of the store, wait until all living ranks have read it and ended. Returns

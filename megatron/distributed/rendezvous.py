@@ -51,22 +51,22 @@ def meet(launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str = "")
     Runs in a thread: torch waits without limit for a server that accepts a connection and then
     sends nothing.
     """
-    ended = run_for(
-        seconds + ERROR_GRACE_S + 1, lambda: _Meeting(launch, seconds, fingerprint, gpu).store
-    )
+    limit = seconds + ERROR_GRACE_S + 1
+    ended = run_for(limit, lambda: _Meeting(launch, seconds, fingerprint, gpu).store)
     if not ended:
         raise _no_store(launch)
-    if isinstance(ended[0], RuntimeError):
+    [result] = ended
+    if isinstance(result, RuntimeError):
         host = "torchrun's store" if launch.agent_store else "rank 0's store"
         raise LaunchError(
             f"rank {launch.rank}: lost the connection to {host} at "
             f"{launch.address}:{launch.port} before all {launch.world_size} ranks "
-            f"had arrived ({str(ended[0]).splitlines()[0]}); look for the error of its host, "
+            f"had arrived ({str(result).splitlines()[0]}); look for the error of its host, "
             "which has ended"
         ) from None
-    if isinstance(ended[0], BaseException):
-        raise ended[0]
-    return ended[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 class _Meeting:
@@ -165,16 +165,14 @@ class _Meeting:
         """The error when fingerprints differ, else an empty string."""
         ours = named_values(json.loads(self.fingerprint))
         found: dict[str, str] = {}
-        for arrival in sorted(present):
-            if arrival.digest == self.me.digest:
-                continue
-            text = self.keys.get(f"{self.meeting}/fingerprint/{arrival.rank}")
+        others = [arrival.rank for arrival in sorted(present) if arrival.digest != self.me.digest]
+        for rank in others:
+            text = self.keys.get(f"{self.meeting}/fingerprint/{rank}")
             theirs = named_values(json.loads(text))
             for name in sorted(ours.keys() | theirs.keys()):
                 here, there = ours.get(name, "nothing"), theirs.get(name, "nothing")
                 if here != there:
-                    both = f"{name}: {here} on rank 0, {there} on rank {arrival.rank}"
-                    found.setdefault(name, both)
+                    found.setdefault(name, f"{name}: {here} on rank 0, {there} on rank {rank}")
         if not found:
             return ""
         return (
@@ -272,11 +270,10 @@ def _host_store(launch: Launch, seconds: float) -> Store:
             timeout=timedelta(seconds=seconds),
         )
     except RuntimeError as error:
-        taken = "EADDRINUSE" in str(error)
-        why = "it is taken by another program" if taken else str(error).splitlines()[0]
         raise LaunchError(
-            f"rank 0 cannot listen at port {launch.port} of {socket.gethostname()}: {why}; "
-            "set MASTER_PORT to a free one on every rank"
+            f"rank 0 cannot listen at port {launch.port} of {socket.gethostname()}: set "
+            "MASTER_PORT to a free one on every rank, or end the program that uses it "
+            f"({str(error).splitlines()[0]})"
         ) from None
 
 
@@ -291,22 +288,13 @@ def _reach(launch: Launch, deadline: float, seconds: float) -> str:
             with socket.create_connection(place, timeout=left) as connection:
                 return connection.getpeername()[0]
         except OSError as error:
-            problem = error
+            problem = error.strerror or "no answer"
         if time.monotonic() + 0.1 > deadline:
             break
         time.sleep(0.1)
-    why = problem.strerror or "no answer"
-    fix = "check that MASTER_ADDR is rank 0's host and that no firewall closes MASTER_PORT"
-    if isinstance(problem, socket.gaierror):
-        why = "the name is unknown here"
-        fix = "give a MASTER_ADDR that every node can resolve"
-    elif isinstance(problem, ConnectionRefusedError):
-        why = "nothing listens there"
-        fix = (
-            "look for rank 0's error, and check that it was started at this MASTER_ADDR and "
-            "MASTER_PORT"
-        )
     raise LaunchError(
-        f"rank {launch.rank} cannot reach rank 0 at {launch.address}:{launch.port} ({why}) "
-        f"within {seconds / 60:g} minutes (--distributed-timeout-minutes); {fix}"
+        f"rank {launch.rank} cannot reach rank 0 at {launch.address}:{launch.port} ({problem}) "
+        f"within {seconds / 60:g} minutes (--distributed-timeout-minutes); look for rank 0's "
+        "error, and check that MASTER_ADDR is its host, by a name that every node can resolve, "
+        "and that no firewall closes MASTER_PORT"
     )

@@ -59,8 +59,13 @@ def read_launch(environment: Environment = os.environ) -> Launch:
     launch = launch_of(environment)
     if launch.local_size:
         return launch
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else launch.world_size
-    return replace(launch, local_size=max(launch.local_rank + 1, min(launch.world_size, gpus)))
+    most = min(launch.world_size, count_gpus() or launch.world_size)
+    return replace(launch, local_size=max(launch.local_rank + 1, most))
+
+
+def count_gpus() -> int:
+    """Number of GPUs that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.device, str]:
@@ -70,26 +75,17 @@ def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.devi
     On a CPU the ranks of a host share its cores, and the process keeps freed memory. Raises
     LaunchError when nccl lacks a GPU for a rank.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     backend = config.distributed_backend
     if backend == "auto":
         backend = "nccl" if gpus else "gloo"
-    if backend == "nccl" and not gpus:
-        raise LaunchError(
-            f"rank {launch.rank}: --distributed-backend nccl needs a GPU, and torch finds "
-            "none here; start where there is one, or give --distributed-backend gloo"
-        )
     # --gpus-per-task and wrappers that set CUDA_VISIBLE_DEVICES show each process its own GPU
-    if (
-        backend == "nccl"
-        and launch.local_size > gpus
-        and not (gpus == 1 and launch.launcher != "torchrun")
-    ):
+    has_own = gpus == 1 and launch.launcher != "torchrun"
+    if backend == "nccl" and not has_own and gpus < launch.local_size:
         raise LaunchError(
-            f"rank {launch.rank}: {launch.local_size} ranks were started on this host, which "
-            f"shows {gpus} GPU{'s' * (gpus > 1)}, and "
-            f"nccl needs one for each; start at most {gpus} on each host, or share GPUs with "
-            "--distributed-backend gloo"
+            f"rank {launch.rank}: --distributed-backend nccl needs a GPU for each of the "
+            f"{launch.local_size} ranks of this host, and torch finds {gpus}; start at most one "
+            "rank for each GPU, or share GPUs and CPUs with --distributed-backend gloo"
         )
     if gpus:
         device = torch.device("cuda", launch.local_rank % gpus)
@@ -103,7 +99,7 @@ def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.devi
 
 def warn_of_idle_gpus(launch: Launch, device: torch.device) -> None:
     """Warn when this host has more GPUs than ranks."""
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    gpus = count_gpus() if device.type == "cuda" else 0
     if launch.local_size < gpus:
         logger.warning(
             f"uses {launch.local_size} of the {gpus} GPUs that this host shows: one rank uses one "
@@ -121,14 +117,13 @@ def set_determinism(
     """
     if device.type != "cuda":
         return
-    if (
-        wanted
-        and (found := environment.setdefault(CUBLAS, CUBLAS_REPEATABLE[0])) not in CUBLAS_REPEATABLE
-    ):
-        raise LaunchError(
-            f"{CUBLAS}={found}: GEMMs are deterministic only with "
-            f"{' or '.join(CUBLAS_REPEATABLE)}; unset it, or give --no-deterministic-mode"
-        )
+    if wanted:
+        found = environment.setdefault(CUBLAS, CUBLAS_REPEATABLE[0])
+        if found not in CUBLAS_REPEATABLE:
+            raise LaunchError(
+                f"{CUBLAS}={found}: GEMMs are deterministic only with "
+                f"{' or '.join(CUBLAS_REPEATABLE)}; unset it, or give --no-deterministic-mode"
+            )
     torch.use_deterministic_algorithms(wanted)
     # not needed: every buffer is written before it is read
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -143,9 +138,8 @@ def share_cores(launch: Launch, environment: Environment = os.environ) -> None:
     """Divide the cores of a host between its ranks, unless the user has set OMP_NUM_THREADS. torch
     would give all cores to each rank, and torchrun one.
     """
-    if launch.local_size == 1 or (
-        "OMP_NUM_THREADS" in environment and not _torchrun_set_threads(launch, environment)
-    ):
+    is_set = "OMP_NUM_THREADS" in environment and not _torchrun_set_threads(launch, environment)
+    if launch.local_size == 1 or is_set:
         return
     mine = number(environment, "SLURM_CPUS_PER_TASK", 0) if launch.launcher == "srun" else 0
     torch.set_num_threads(max(1, mine or len(os.sched_getaffinity(0)) // launch.local_size))
@@ -156,12 +150,10 @@ def _torchrun_set_threads(launch: Launch, environment: Environment) -> bool:
     if launch.launcher != "torchrun" or environment["OMP_NUM_THREADS"] != "1":
         return False
     try:
-        return not any(
-            entry.startswith(b"OMP_NUM_THREADS=")
-            for entry in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-        )
+        entries = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
+    return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in entries)
 
 
 def connect(
@@ -198,9 +190,8 @@ def connect(
             f"of another rank; if there is none, set {interface} to the network interface "
             f"that joins the hosts ({str(error).splitlines()[0]})"
         ) from None
-    PEERS.start(
-        store, launch.rank, launch.world_size, "torchrun" if launch.agent_store else "rank 0"
-    )
+    holder = "torchrun" if launch.agent_store else "rank 0"
+    PEERS.start(store, launch.rank, launch.world_size, holder)
 
 
 def disconnect() -> None:
@@ -209,12 +200,11 @@ def disconnect() -> None:
     """
     if not dist.is_initialized():
         return
-    rank = dist.get_rank()
-    world = dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
+    world, patience = dist.get_world_size(), ERROR_GRACE_S if dist.get_rank() == 0 else 0
     PEERS.stop()
     dist.destroy_process_group()
-    wait_for_count(store, "left", world, ERROR_GRACE_S if rank == 0 else 0)
+    wait_for_count(store, "left", world, patience)
 
 
 def make_groups(layout: Layout, kv_heads: int | None, **options: Any) -> Groups:
@@ -251,14 +241,12 @@ def nccl_options(make: Callable[..., Any], group_desc: str, timeout: timedelta) 
     return options
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory() -> None:
     """Stop glibc from returning freed tensors to the system, which would fault their pages in again
-    each step. Returns whether this succeeded.
+    each step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library has none
-    most = 2**31 - 1  # bytes; a C int
-    return (
-        mallopt is not None
-        and bool(mallopt(M_MMAP_THRESHOLD, most))
-        and bool(mallopt(M_TRIM_THRESHOLD, most))
-    )
+    if mallopt is not None:
+        most = 2**31 - 1  # bytes; a C int
+        mallopt(M_MMAP_THRESHOLD, most)
+        mallopt(M_TRIM_THRESHOLD, most)

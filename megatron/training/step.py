@@ -208,7 +208,7 @@ def run_micro_batches(
     count = samples // run.global_micro_batch_size
     losses, valid_tokens = torch.zeros(2, count, dtype=torch.float64, device=run.device)
     aux_scale = scale
-    if training and run.pipeline.runner.aux_losses and source.eod_mask_loss:
+    if training and run.pipeline.runner.aux_losses and source.config.eod_mask_loss:
         aux_scale = _aux_scale(run, source, first, samples, scale)
     schedule = run.schedule_of(count) if training else forward_only(run.pipeline.placement, count)
     if recording is not None:
@@ -262,7 +262,7 @@ def _aux_scale(run: Run, source: Source, first: int, samples: int, scale: float)
     the first backward pass comes before the last batch is read.
     """
     with run.timers("data"):
-        return scale * source.valid_tokens(first, samples) / (samples * source.seq_length)
+        return scale * source.valid_tokens(first, samples) / (samples * source.config.seq_length)
 
 
 def share_positions(batch: Batch, cp: ContextParallel, window: int | None) -> Batch:

@@ -236,13 +236,13 @@ gradients divided by all tokens, masked ones too | documents
 DATA = r"""
 = megatron/data/loader.py Source.batch
 end-of-document tokens not masked | documents
-    if self.eod_mask_loss else => if False else
+    if config.eod_mask_loss else => if False else
 positions not reset | documents
-    if self.reset_position_ids else => if False else
+    if config.reset_position_ids else => if False else
 positions reset one token late | documents
     positions - starts => positions - np.concatenate((starts[:, :1], starts[:, :-1]), axis=1)
 the loss masked where the label is an end of document | documents
-    (tokens != self.eod) => (labels != self.eod)
+    mask = tokens != self.eod => mask = labels != self.eod
 labels not shifted | llama
     "labels": labels => "labels": tokens
 = megatron/data/token_stream.py TokenStream.places

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,7 @@ class TestMPI:
         assert rough_launch(of_mpi(launcher)).rank == 5
 
     def test_without_an_address_it_joins_on_one_host_and_is_refused_on_several(self, launcher):
-        with pytest.raises(LaunchError, match=r"as one of 8, .*export MASTER_ADDR"):
+        with pytest.raises(LaunchError, match=r"WORLD_SIZE=8, .*but MASTER_ADDR not set"):
             read_launch(of_mpi(launcher))
         if launcher != "flux run":
             found = read_launch(of_mpi(launcher, 1, 2, 1, 2))
@@ -126,12 +127,12 @@ class TestMPI:
 
     def test_a_rank_without_a_size_is_refused(self, launcher):
         environment = without(of_mpi(launcher), MPI[launcher][1])
-        with pytest.raises(LaunchError, match="no variable gives the number of processes"):
+        with pytest.raises(LaunchError, match="but WORLD_SIZE not set"):
             read_launch({**environment, **MEET})
 
     def test_a_rank_without_its_number_on_the_host_is_refused(self, launcher):
         environment = without(of_mpi(launcher), "PMI_LOCAL_RANK", *MPI[launcher][2:])
-        with pytest.raises(LaunchError, match="number on its host.* set LOCAL_RANK"):
+        with pytest.raises(LaunchError, match="but LOCAL_RANK not set"):
             read_launch({**environment, **MEET})
         found = read_launch({**environment, **MEET, "LOCAL_RANK": "1"})
         assert (found.rank, found.world_size, found.local_rank) == (5, 8, 1)
@@ -167,61 +168,36 @@ def test_rank_without_local_world_size(environment, local_size):
     assert found == Launch(5, 7, 1, local_size, "environment", "n0", 4000, "environment")
 
 
-def test_a_world_size_that_the_batch_script_exports(monkeypatch):
+def test_a_world_size_that_the_batch_script_exports():
     """srun's ranks with it; another number of tasks is a mistake that would train alone."""
     assert read_launch({**SRUN, "WORLD_SIZE": "7"}) == read_launch(SRUN)
-    for environment, started in (
-        (SRUN, "srun started 7 processes"),
-        (of_mpi("mpiexec (Hydra)", 0, 1, 0, 1), "mpiexec (Hydra) started 1 process:"),
-    ):
-        with pytest.raises(LaunchError) as raised:
-            read_launch({**environment, "WORLD_SIZE": "8"})
-        assert f"WORLD_SIZE=8, but {started}" in str(raised.value)
+    with pytest.raises(LaunchError, match="WORLD_SIZE=8, but srun gives a world size of 7"):
+        read_launch({**SRUN, "WORLD_SIZE": "8"})
 
 
 def test_a_task_of_srun_whose_variables_were_dropped_does_not_train_alone():
     for environment in ({"SLURM_PROCID": "3"}, {"SLURM_STEP_NUM_TASKS": "2"}):
-        with pytest.raises(LaunchError, match="srun's variables are incomplete"):
+        with pytest.raises(LaunchError, match=r"\(launcher: srun\), but .* not set"):
             read_launch(environment)
 
 
 @pytest.mark.parametrize(
-    "environment, parts",
+    "environment, message",
     [
-        (
-            {"RANK": "1"},
-            ["has RANK=1, but not WORLD_SIZE, LOCAL_RANK", "unset RANK and WORLD_SIZE"],
-        ),
-        ({"WORLD_SIZE": "2"}, ["has WORLD_SIZE=2, but not RANK, LOCAL_RANK"]),
-        (
-            without(TORCHRUN, "MASTER_PORT"),
-            ["but not MASTER_PORT: start with torchrun, srun or mpirun"],
-        ),
-        ({**TORCHRUN, "RANK": "8"}, ["are 8, 8, 1, 4: a rank must be below the number of ranks"]),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, ["a host cannot have more ranks than the job"]),
-        ({**TORCHRUN, "WORLD_SIZE": "two"}, ["WORLD_SIZE=two: must be a non-negative integer"]),
-        (
-            {**TORCHRUN, "MASTER_PORT": "70000"},
-            ["MASTER_PORT=70000: a port is a number from 1 to 65535"],
-        ),
-        (
-            without(SRUN, "SLURM_LOCALID", "SLURM_STEP_NODELIST"),
-            ["SLURM_LOCALID, SLURM_STEP_NODELIST not set"],
-        ),
-        (
-            {**SRUN, "SLURM_NODEID": "3"},
-            ["SLURM_NODEID=3, but SLURM_STEP_TASKS_PER_NODE=2(x2),3 is of 3 nodes"],
-        ),
-        (
-            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2x3"},
-            ["SLURM_STEP_TASKS_PER_NODE=2x3: expected counts such as 2(x3),1"],
-        ),
+        ({"RANK": "1"}, "RANK=1 (launcher: environment), but WORLD_SIZE, LOCAL_RANK"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 (launcher: environment), but RANK, LOCAL_RANK"),
+        (without(TORCHRUN, "MASTER_PORT"), "but MASTER_PORT not set: set them"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK=8, WORLD_SIZE=8, LOCAL_RANK=1"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "a host cannot have more ranks than the job"),
+        ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE=two: must be a non-negative integer"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "a port is a number from 1 to 65535"),
+        (without(SRUN, "SLURM_LOCALID", "SLURM_STEP_NODELIST"), "but LOCAL_RANK, MASTER_ADDR not"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, "=2x3: expected counts such as 2(x3),1"),
     ],
 )
-def test_wrong_variables_are_named(environment, parts):
-    with pytest.raises(LaunchError) as raised:
+def test_wrong_variables_are_named(environment, message):
+    with pytest.raises(LaunchError, match=re.escape(message)):
         read_launch(environment)
-    assert all(part in str(raised.value) for part in parts), raised.value
 
 
 @pytest.mark.parametrize(
@@ -238,9 +214,7 @@ def test_host_lists(text, hosts):
     assert expand_hosts(text) == hosts.split()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "gpu[1-", "gpu1-2]", "gpu[a-b]", "gpu[]", "gpu[1-2", "[[1]]", ",", "a,,b", "a b"]
-)
+@pytest.mark.parametrize("text", ["gpu[1-", "gpu1-2]", "gpu[a-b]", "gpu[]", "[[1]]", "a,,b", "a b"])
 def test_wrong_host_lists(text):
     with pytest.raises(LaunchError, match="set MASTER_ADDR to rank 0's host"):
         expand_hosts(text)
@@ -276,15 +250,13 @@ class TestDevice:
         device, library = choose_device(Launch(3, 4, 3, 4, launcher), config)
         assert (str(device), library) == chosen and current == [device]
 
-    @pytest.mark.parametrize("launcher, count", [("torchrun", 1), ("torchrun", 3), ("srun", 3)])
+    @pytest.mark.parametrize("launcher, count", [("torchrun", 1), ("srun", 3), ("srun", 0)])
     def test_more_ranks_than_gpus(self, gpus, launcher, count):
         gpus(count)
-        with pytest.raises(LaunchError) as raised:
-            choose_device(Launch(7, 8, 3, 4, launcher), DistributedConfig())
-        assert str(raised.value).startswith(
-            f"rank 7: 4 ranks were started on this host, which shows {count} GPU"
-        )
-        assert "--distributed-backend gloo" in str(raised.value)
+        config = DistributedConfig(distributed_backend="nccl")
+        fault = f"rank 7: .* each of the 4 ranks of this host, and torch finds {count}; .*gloo"
+        with pytest.raises(LaunchError, match=fault):
+            choose_device(Launch(7, 8, 3, 4, launcher), config)
 
     def test_idle_gpus_are_named(self, gpus, caplog):
         gpus(8)
@@ -294,14 +266,6 @@ class TestDevice:
         warn_of_idle_gpus(Launch(), torch.device("cpu"))
         (record,) = caplog.records
         assert "uses 1 of the 8 GPUs" in record.message and "--ntasks-per-node=8" in record.message
-
-    def test_nccl_without_a_gpu(self, gpus):
-        gpus(0)
-        with pytest.raises(
-            LaunchError,
-            match="rank 0: --distributed-backend nccl needs a GPU, and torch finds none here",
-        ):
-            choose_device(Launch(), DistributedConfig(distributed_backend="nccl"))
 
 
 class TestDeterminism:
@@ -393,8 +357,5 @@ def test_a_backend_that_cannot_connect_is_one_message(monkeypatch):
     with pytest.raises(LaunchError) as raised:
         connect(Launch(1, 2, 1, 2), "gloo", 0.01, {})
     message = str(raised.value)
-    assert message.startswith(
-        "rank 1: all 2 ranks arrived, but gloo could not connect them; look for an earlier "
-        "error of another rank"
-    )
+    assert message.startswith("rank 1: all 2 ranks arrived, but gloo could not connect them")
     assert "GLOO_SOCKET_IFNAME" in message and message.endswith("(Connection refused)")

@@ -24,14 +24,18 @@ def three(monkeypatch) -> list[Peers]:
 
 
 def test_rank_0_warns_once_of_a_silent_rank(three, log_lines):
-    first, second, _ = three
+    first, second, third = three
     seen = {}
     for seconds in (0, 0, 31, 31):
         seen = {rank: (report, since - seconds) for rank, (report, since) in seen.items()}
         second.iteration = 7
         second.report()
         first._warn(seen)
-    (line,) = log_lines
+    third.report()
+    for _ in range(2):
+        first._warn(seen)
+    line, again = log_lines
+    assert again.endswith("rank 2 reports again")
     assert "rank 2 (process" in line and "rank 1" not in line
     assert "is silent; its last report, 0 s ago: before the first iteration, computing" in line
 

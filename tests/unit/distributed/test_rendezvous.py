@@ -141,30 +141,26 @@ def test_no_rank_zero(port):
     errors = [str(error) for error in meet_all(launches(3, port)[1:], wait=SECONDS)]
     for rank, error in enumerate(errors, 1):
         assert error.startswith(
-            f"rank {rank} cannot reach rank 0 at 127.0.0.1:{port} (nothing listens there) "
+            f"rank {rank} cannot reach rank 0 at 127.0.0.1:{port} (Connection refused) "
             "within 0.025 minutes"
         )
-        assert "MASTER_ADDR and MASTER_PORT" in error
+        assert "check that MASTER_ADDR is its host" in error
 
 
 def test_an_unknown_master():
     [error] = meet_all(
         [Launch(1, 2, 0, 1, "environment", "no-such-host.invalid", 29500)], seconds={0: 0.3}
     )
-    assert str(error).startswith(
-        "rank 1 cannot reach rank 0 at no-such-host.invalid:29500 (the name is unknown here)"
-    )
-    assert "MASTER_ADDR that every node can resolve" in str(error)
+    assert str(error).startswith("rank 1 cannot reach rank 0 at no-such-host.invalid:29500 (")
+    assert "a name that every node can resolve" in str(error)
 
 
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         [error] = meet_all(launches(2, port)[:1])
-    assert str(error) == (
-        f"rank 0 cannot listen at port {port} of {socket.gethostname()}: it is taken by "
-        "another program; set MASTER_PORT to a free one on every rank"
-    )
+    cause = f"rank 0 cannot listen at port {port} of {socket.gethostname()}: set MASTER_PORT to "
+    assert str(error).startswith(cause) and "address already in use" in str(error).lower()
 
 
 def test_a_server_that_says_nothing(monkeypatch):

@@ -20,7 +20,7 @@ FAULTS = """
 import resource, sys, torch
 from megatron.distributed.setup import keep_freed_memory
 if sys.argv[1] == "keep":
-    assert keep_freed_memory()
+    keep_freed_memory()
 # The first few freed blocks may be split by small objects: too small for the next tensor.
 for _ in range(20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
