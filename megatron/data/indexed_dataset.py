@@ -69,25 +69,14 @@ def check_sidecar(sidecar: JsonObject) -> None:
 
 def probes(count: int) -> np.ndarray:
     """At most 1,024 evenly spaced positions in [0, count), first and last included, ascending."""
-    return (
-        np.linspace(0, count - 1, PROBES).astype(np.int64) if count > PROBES else np.arange(count)
-    )
+    if count <= PROBES:
+        return np.arange(count)
+    return np.linspace(0, count - 1, PROBES).astype(np.int64)
 
 
 def table_offsets(sequences: int) -> tuple[int, int, int]:
     """Bytes of .idx at which its lengths, its offsets and its document index begin."""
     return HEADER.size, HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
-
-
-def _refuse_missing(path: Path, prefix: str) -> None:
-    if os.path.lexists(path):
-        return
-    fix = (
-        f"the flag takes the prefix without its ending: {prefix[:-4]}"
-        if prefix.endswith((".bin", ".idx"))
-        else "check the prefix, or make it with tools/preprocess_data.py"
-    )
-    raise DataError(f"{path}: no such file; {fix}")
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
@@ -96,7 +85,10 @@ def _map(path: Path) -> mmap.mmap | bytes:
             size = os.fstat(file.fileno()).st_size
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
     except (InputError, OSError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+        raise DataError(
+            f"{path}: cannot be read: {error}; give the prefix of both files, without .bin or "
+            ".idx, or make them with tools/preprocess_data.py"
+        ) from None
 
 
 def _prefetch(path: Path, positions: np.ndarray, length: int) -> None:
@@ -125,10 +117,7 @@ class IndexedDataset:
         self.bin_path, self.idx_path, self.sidecar_path = (
             Path(f"{prefix}.{end}") for end in ("bin", "idx", "json")
         )
-        for path in (self.idx_path, self.bin_path):
-            _refuse_missing(path, prefix)
-        index = _map(self.idx_path)
-        content = _map(self.bin_path)
+        index, content = _map(self.idx_path), _map(self.bin_path)
         self.dtype, sequences, entries = self._header(index)
         self.num_sequences = sequences
         self.num_documents = entries - 1
@@ -145,41 +134,35 @@ class IndexedDataset:
         self.fingerprint = self._fingerprint(index)
 
     def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
-        path = self.idx_path
-        size = len(index)
-        if size < HEADER.size:
+        path, size = self.idx_path, len(index)
+        header = index[: HEADER.size].ljust(HEADER.size, b"\0")
+        magic, version, code, sequences, entries = HEADER.unpack(header)
+        dtype = DTYPES.get(code)
+        if (magic, version) != (MAGIC, 1) or dtype is None or dtype.kind == "f":
             raise DataError(
-                f"{path}: only {size} bytes, the header alone has {HEADER.size}: the file is "
-                f"empty or cut off; {REMAKE}"
+                f"{path}, byte 0: not an index of Megatron's format: it begins with {magic!r}, "
+                f"version {version} and dtype code {code}, and an index with {MAGIC!r}, version 1 "
+                f"and the code of an integer type; {REMAKE}"
             )
-        magic, version, code, sequences, entries = HEADER.unpack_from(index)
-        if magic != MAGIC:
-            raise DataError(
-                f"{path}, byte 0: begins with {magic!r}, a Megatron index with {MAGIC!r}: "
-                f"not an index of this format; {REMAKE}"
-            )
-        if version != 1:
-            raise DataError(f"{path}, byte 9: version {version}, only version 1 is known; {REMAKE}")
-        if code not in DTYPES or DTYPES[code].kind == "f":
-            what = f"{DTYPES[code].name}, token ids are integers" if code in DTYPES else "unknown"
-            raise DataError(f"{path}, byte 17: dtype code {code} is {what}; {REMAKE}")
         expected = HEADER.size + 12 * sequences + 8 * entries
         if size != expected or entries < 1:
             raise DataError(
                 f"{path}, byte 18: {sequences} sequences and {entries} document entries need "
                 f"{expected} bytes, the file has {size}: cut off or damaged; {REMAKE}"
             )
-        return DTYPES[code], sequences, entries
+        return dtype, sequences, entries
 
     def _check_spaced_entries(self) -> None:
         """Check at most 1,024 entries of each table, which are asked of the disk together."""
-        tables = zip((4, 8, 8), table_offsets(self.num_sequences))
+        lengths_at, offsets_at, documents_at = table_offsets(self.num_sequences)
         sequences = probes(self.num_sequences)
         documents = probes(self.num_documents + 1)
-        places = [
-            begin + size * np.maximum(at - 1, 0)
-            for (size, begin), at in zip(tables, (sequences, sequences, documents))
-        ]
+        before = np.maximum(sequences - 1, 0)
+        places = (
+            lengths_at + 4 * before,
+            offsets_at + 8 * before,
+            documents_at + 8 * np.maximum(documents - 1, 0),
+        )
         _prefetch(self.idx_path, np.concatenate(places), 16)
         self._check_sequences(sequences)
         self._check_documents(documents)
@@ -214,17 +197,14 @@ class IndexedDataset:
             )
 
     def _check_total(self) -> None:
-        total = (
-            int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-            if self.num_sequences
-            else 0
-        )
+        total = 0
+        if self.num_sequences:
+            total = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         size = self.bin_path.stat().st_size
         if size != total:
-            how = "cut off" if size < total else "longer than indexed"
             raise DataError(
                 f"{self.bin_path}, byte {min(size, total)}: the file has {size} bytes, its "
-                f"index describes {total}: {how}; {REMAKE}"
+                f"index describes {total}: cut off or damaged; {REMAKE}"
             )
         if total == 0:
             raise DataError(
@@ -242,24 +222,20 @@ class IndexedDataset:
             raise DataError(
                 f"{self.sidecar_path}: not a sidecar of tools/preprocess_data.py ({error}); {fix}"
             ) from None
-        sizes = [sidecar["files"][kind]["bytes"] for kind in ("bin", "idx")]
-        if sizes != [self.bin_path.stat().st_size, self.idx_path.stat().st_size]:
+        described = [sidecar["files"][kind]["bytes"] for kind in ("bin", "idx")]
+        described.append(sidecar.get("tokens", self.num_tokens))
+        sizes = [path.stat().st_size for path in (self.bin_path, self.idx_path)]
+        if described != [*sizes, self.num_tokens]:
             raise DataError(
-                f"{self.sidecar_path}: describes .bin and .idx of other sizes ({sizes}); "
-                "copy all three files again, or delete it"
-            )
-        if sidecar.get("tokens", self.num_tokens) != self.num_tokens:
-            raise DataError(
-                f"{self.sidecar_path}: names {sidecar['tokens']} tokens, .bin holds "
-                f"{self.num_tokens}; delete it"
+                f"{self.sidecar_path}: describes other files ({described}: bytes of .bin, bytes "
+                f"of .idx, tokens) than these ({[*sizes, self.num_tokens]}); copy all three files "
+                "again, or delete it"
             )
         return sidecar
 
     def _fingerprint(self, index: mmap.mmap | bytes) -> str:
-        digest = hashlib.blake2b(
-            index[: HEADER.size] + struct.pack("<QQ", len(index), self.tokens.nbytes),
-            digest_size=16,
-        )
+        sizes = struct.pack("<QQ", len(index), self.tokens.nbytes)
+        digest = hashlib.blake2b(index[: HEADER.size] + sizes, digest_size=16)
         at = probes(self.num_sequences)
         digest.update(self.lengths[at].tobytes() + self.offsets[at].tobytes())
         pieces = np.linspace(0, max(self.num_tokens - 512, 0), 64).astype(np.int64)
@@ -270,11 +246,9 @@ class IndexedDataset:
 
     def first_token(self, sequence: int) -> int:
         """Position in `tokens` at which sequence 0..S begins (S: the end of the data)."""
-        return (
-            self.num_tokens
-            if sequence == self.num_sequences
-            else int(self.offsets[sequence]) // self.dtype.itemsize
-        )
+        if sequence == self.num_sequences:
+            return self.num_tokens
+        return int(self.offsets[sequence]) // self.dtype.itemsize
 
     def sequence(self, index: int) -> np.ndarray:
         """Token ids of one sequence, [length]."""
@@ -283,10 +257,8 @@ class IndexedDataset:
 
     def contains(self, token: int) -> bool:
         """Whether a token id occurs anywhere: reads from the front until it is found."""
-        return any(
-            bool((self.tokens[begin : begin + CHUNK] == token).any())
-            for begin in range(0, self.num_tokens, CHUNK)
-        )
+        chunks = (self.tokens[k : k + CHUNK] for k in range(0, self.num_tokens, CHUNK))
+        return any(token in chunk for chunk in chunks)
 
     def check(
         self, vocab_size: int, progress: Callable[[float], None] = lambda share: None
@@ -304,14 +276,13 @@ class IndexedDataset:
             self.refuse_foreign_ids(piece, begin, vocab_size)
             digest.update(piece)
             progress((begin + len(piece)) / self.num_tokens)
-        if self.sidecar:
-            found = {"bin": digest.hexdigest(), "idx": file_digest(self.idx_path)}
-            for kind, value in found.items():
-                if self.sidecar["files"][kind]["xxh3_128"] != value:
-                    raise DataError(
-                        f"{self.prefix}.{kind}: its digest differs from the one in "
-                        f"{self.sidecar_path}: changed since it was made; {REMAKE}"
-                    )
+        found = {"bin": digest.hexdigest(), "idx": file_digest(self.idx_path)}
+        for kind, value in found.items():
+            if self.sidecar and self.sidecar["files"][kind]["xxh3_128"] != value:
+                raise DataError(
+                    f"{self.prefix}.{kind}: its digest differs from the one in "
+                    f"{self.sidecar_path}: changed since it was made; {REMAKE}"
+                )
 
     def refuse_foreign_ids(self, ids: np.ndarray, position: int, vocab_size: int) -> None:
         """Raise DataError if one of `ids` (which begin at token `position`) lies outside [0,

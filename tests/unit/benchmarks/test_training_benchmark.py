@@ -13,6 +13,7 @@ import pytest
 import torch
 from megatron.benchmarks import training as tool
 from megatron.benchmarks.peers.common import Work, parse_work, rank_samples, tensor_of
+from megatron.benchmarks.turn_group import Group
 
 from megatron.config.arguments import parse_arguments
 
@@ -160,3 +161,13 @@ def test_a_window_ends_in_time_and_leaves_out_a_peer_that_fails(
     assert list(tool.rounds("gpu", work, ["plain loop", "Liger"], tmp_path, tmp_path, rule, runs))
     assert len(rule.counted(runs, "gpu", "plain loop")) == rounds
     assert "Liger" not in {run["who"] for run in runs}
+
+
+def test_every_program_is_started_with_kept_memory():
+    """As our own process keeps it (megatron/distributed/setup.py), in both ways of starting."""
+    show = "import os; {}print('TURN', os.environ['MALLOC_{}_THRESHOLD_'], flush=True)"
+    most = 2**31 - 1
+    lines, _ = tool.watched([sys.executable, "-c", show.format("", "MMAP")], 1)
+    group = Group("any", [sys.executable, "-c", show.format("input(); ", "TRIM")], 1)
+    assert lines[0][0].split() == ["TURN", str(most)] and group.turn("") == [most]
+    group.end()

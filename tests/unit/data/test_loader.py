@@ -278,7 +278,7 @@ def test_all_faults_are_reported_together(tmp_path):
     with pytest.raises(DataError) as error:
         build(config(**paths, valid_data_path=(str(tmp_path / "other"),)))
     lines = str(error.value).splitlines()
-    faults = "short.bin, byte 100", "absent.idx: no such file", "other.idx: no such file"
+    faults = "short.bin, byte 100", "absent.idx: cannot be read", "other.idx: cannot be read"
     assert all(fault in line for fault, line in zip(faults, lines, strict=True))
 
 

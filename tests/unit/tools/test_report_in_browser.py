@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
@@ -136,6 +137,29 @@ def test_every_row_is_a_point_and_in_its_place(browser: Browser, pair: list[Path
     kinds = [kind for kind, _, _ in drawn["Training loss"]["paths"]]
     assert kinds.count("mark evaluation") == kinds.count("mark checkpoint") == 2
     assert kinds.count("restart") == 1  # only the first run was resumed
+
+
+def test_other_axes(browser: Browser, pair: list[Path]):
+    """Along each axis the points lie where the rows put them."""
+    browser.open(pair[0].with_name("one.html"))
+    labels = browser.run("[...document.querySelectorAll('#axis option')].map(one => one.text)")
+    rows = read_metrics(pair[0])
+    columns = {
+        "iteration": [row["iteration"] for row in rows],
+        "samples": [row["consumed_samples"] for row in rows],
+        "tokens": [row["consumed-tokens"] for row in rows],
+        "training time, without restarts": accumulate(row["iteration-time"] for row in rows),
+        "time since the first row": [row["timestamp"] for row in rows],
+    }
+    assert [label.split(" (")[0] for label in labels] == list(columns)
+    for number, column in enumerate(columns.values()):
+        drawn = choose(browser, "#axis", number)
+        assert drawn["Loss"]["texts"][-1] == labels[number]
+        (line,) = of_class(drawn, "Learning rate", "curve")
+        x, values = [x for x, _ in line], list(column)
+        width, extent = x[-1] - x[0], values[-1] - values[0]
+        expected = [x[0] + (value - values[0]) / extent * width for value in values]
+        assert width > 400 and x == pytest.approx(expected, abs=0.11)
 
 
 def test_the_pointer_shows_values_and_a_drag_enlarges(browser: Browser, pair: list[Path]):
