@@ -157,7 +157,11 @@ def commit(
     a pass that this save supersedes.
     """
     # 1. The manifest, durable before the folder gets its name.
-    superseded = _attempts(root, [each for each in before if each > iteration])
+    superseded = {}
+    for later in (each for each in before if each > iteration):
+        with suppress(CheckpointError):
+            content = read_manifest(root / iteration_folder(later))
+            superseded[str(later)] = content["attempt"]
     content = manifest_of(iteration, attempt, shards, state, utc_now())
     if superseded:
         content["left"] = superseded
@@ -173,7 +177,11 @@ def commit(
     if not _take_place(temporary, target, content):
         return target
     sync_folder(root)
-    _write_tracker(root, iteration, attempt)
+    tracker = root / f".tmp-iter-{iteration}-{attempt}.txt"
+    with suppress(OSError):  # only a hint: without it the save has succeeded all the same
+        write_file(tracker, f"{iteration}\n".encode())
+        os.rename(tracker, root / TRACKER)
+        sync_folder(root)
     if superseded:
         logger.warning(
             f"{root} holds later iterations from before this run, which resumed "
@@ -193,7 +201,7 @@ def _take_place(temporary: Path, target: Path, content: JsonObject) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        fault = _fault_of(target, content["shards"], content["state"])
+        fault = _fault_of(target, content)
         if fault is None:
             return False
         aside = target.with_name(f"{target.name}.damaged-{content['attempt']}")
@@ -206,16 +214,7 @@ def _take_place(temporary: Path, target: Path, content: JsonObject) -> bool:
     return True
 
 
-def _attempts(root: Path, iterations: Iterable[int]) -> dict[str, str]:
-    """By iteration, of those that can be read."""
-    found = {}
-    for iteration in iterations:
-        with suppress(CheckpointError):
-            found[str(iteration)] = read_manifest(root / iteration_folder(iteration))["attempt"]
-    return found
-
-
-def _fault_of(target: Path, shards: list[JsonObject], state: JsonObject) -> str | None:
+def _fault_of(target: Path, content: JsonObject) -> str | None:
     """What is damaged in an existing checkpoint; None when it is whole and equals what was to be
     saved. Raises CheckpointError when it is whole and differs.
     """
@@ -226,8 +225,8 @@ def _fault_of(target: Path, shards: list[JsonObject], state: JsonObject) -> str 
         return str(error)
     cut = "tensors, or how they are cut into shards"
     theirs, ours = (
-        {key: json.dumps(value) for key, value in each.items()}
-        for each in ({cut: old.manifest["shards"], **old.state}, {cut: shards, **state})
+        {key: json.dumps(value) for key, value in {cut: each["shards"], **each["state"]}.items()}
+        for each in (old.manifest, content)
     )
     if names := differing(theirs, ours):
         raise CheckpointError(
@@ -237,14 +236,6 @@ def _fault_of(target: Path, shards: list[JsonObject], state: JsonObject) -> str 
             "another --save folder, or move it away."
         )
     return None
-
-
-def _write_tracker(root: Path, iteration: int, attempt: str) -> None:
-    temporary = root / f".tmp-iter-{iteration}-{attempt}.txt"
-    with suppress(OSError):  # only a hint: without it the save has succeeded all the same
-        write_file(temporary, f"{iteration}\n".encode())
-        os.rename(temporary, root / TRACKER)
-        sync_folder(root)
 
 
 _SPACE = " Free space, raise the quota, or give another --save folder."
@@ -298,11 +289,6 @@ class Policy:
     interval: int | None = None
     last: int | None = None
 
-    @property
-    def newest(self) -> int | None:
-        """How many of the newest stay; None: all."""
-        return 1 if self.last is None and self.interval is not None else self.last
-
 
 def retire(root: Path, policy: Policy, newest: int) -> list[int]:
     """Delete the checkpoints under `root` that `policy` does not keep, now that iteration `newest`
@@ -313,7 +299,7 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
     the run has passed them, those that were superseded when it went back count as the oldest. An
     error of the file system ends the deletion, is logged, and fails no save.
     """
-    if policy.newest is None:
+    if policy == Policy():
         return []
     gone = {}
     try:
@@ -337,27 +323,22 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
 
 
 def _surplus(root: Path, policy: Policy, newest: int) -> list[int]:
-    kept = 0
+    to_keep = policy.last or 1
     surplus = []
     counting, superseded = newest_first(root)
     for iteration in counting + superseded:
         spared = policy.interval is not None and iteration % policy.interval == 0
-        if iteration > newest or (spared and kept >= policy.newest):
+        if iteration > newest or (spared and to_keep <= 0):
             continue
-        if not _is_whole(root / iteration_folder(iteration)):
-            continue
-        if kept < policy.newest:
-            kept += 1
-        elif not spared:
-            surplus.append(iteration)
+        folder = root / iteration_folder(iteration)
+        with suppress(CheckpointError):
+            Index(folder)  # a damaged one stays, and so does a link
+            if folder.is_symlink():
+                continue
+            to_keep -= 1
+            if to_keep < 0:
+                surplus.append(iteration)
     return surplus
-
-
-def _is_whole(folder: Path) -> bool:
-    with suppress(CheckpointError):
-        Index(folder)
-        return not folder.is_symlink()
-    return False
 
 
 def trash_folder(root: Path, iteration: int, attempt: str) -> Path:

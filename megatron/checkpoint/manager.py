@@ -3,8 +3,7 @@ while training waits, or in the background (--async-save).
 
 In the background training waits for a copy of this rank's shard into host memory (`Staging`), or
 for none where the shard lies in the local tier; a separate process writes the file (background.py).
-How far all ranks have come travels in the sum that ends every training step; a save adds two small
-collectives.
+How far all ranks have come travels in the sum that ends every training step.
 """
 
 from __future__ import annotations
@@ -244,19 +243,8 @@ class CheckpointManager:
             replicas.check(self.ranks)
 
         # 3. The first rank's process commits the checkpoint.
-        self.outcome = DONE
-        if self.ranks.first:
-            what = {
-                "attempt": attempt.name,
-                "shards": [record | who for record, who in results if record is not None],
-                "state": state,
-                "before": self.before,
-                "retention": asdict(self.retention),
-            }
-            try:
-                self._send(attempt, "commit", what)
-            except CheckpointError as error:
-                self.outcome = {"error": str(error)}
+        shards = [record | who for record, who in results if record is not None]
+        attempt.gather_or_raise(lambda: self._start_commit(attempt, shards, state))
         yield
         attempt.gather_or_raise(self._result)
 
@@ -282,6 +270,13 @@ class CheckpointManager:
         size = len(header) + shard_bytes(pairs)
         self._send(attempt, "write", options | {"header": len(header), "bytes": size})
         self.staging.fill(header, data_bytes(pairs))
+
+    def _start_commit(self, attempt: Attempt, shards: list[JsonObject], state: JsonObject) -> None:
+        self.outcome = DONE
+        if self.ranks.first:
+            what = {"attempt": attempt.name, "shards": shards, "state": state}
+            kept = {"before": self.before, "retention": asdict(self.retention)}
+            self._send(attempt, "commit", what | kept)
 
     def _send(self, attempt: Attempt, do: str, what: JsonObject) -> None:
         """Have the writer process do something. Raises CheckpointError."""
@@ -320,11 +315,10 @@ class CheckpointManager:
         """Wait for the save under way; whether the last one went well. All ranks call it
         together.
         """
-        began = time.perf_counter()
         while self.pending is not None:
-            self.stall += time.perf_counter() - began
             began = time.perf_counter()
             self._look(wait=True)
+            self.stall += time.perf_counter() - began
             self._next_phase()
         return self.went_well
 
@@ -337,12 +331,10 @@ class CheckpointManager:
     def _look(self, *, wait: bool) -> None:
         """See what has become of this rank's part of the phase."""
         staging = self.staging
-        if self.outcome is not None:
+        if self.outcome is not None or (staging and staging.end and not (wait or staging.is_here)):
             return
         try:
-            if staging is not None and staging.end:
-                if not (wait or staging.is_here):
-                    return
+            if staging and staging.end:
                 staging.hand_over()
             self.outcome = self.background.answer(wait=wait)
         except CheckpointError as error:
