@@ -197,7 +197,7 @@ class Checkpoint(Index):
         """`read` of many, in the order in which they lie in the files: no shard is opened, and no
         chunk is read, more than once.
         """
-        cuts: list[_Cut] = []
+        wanted: list[_Rows] = []
         for box, into in pairs:
             stored = self._stored(box.name)
             if stored.shape != tuple(box.shape):
@@ -207,13 +207,11 @@ class Checkpoint(Index):
                 )
             dtype, view = TORCH_DTYPES[stored.dtype], box.view(into.detach())
             for overlap in self.overlaps(box):
-                cuts.append(_Cut(*overlap, dtype, box.offset, view))
-        # in the order of the files
-        cuts.sort(key=lambda cut: (cut.piece.shard.number, cut.begin))
+                wanted += _rows(*overlap, dtype, box.offset, view)
+        wanted.sort(key=lambda rows: (rows.shard.number, rows.start))
         try:
-            batches = (batch for cut in cuts for batch in cut.batches())
-            for batch, data in self.fetcher.stream(batches):
-                batch.cut.copy(batch, torch.frombuffer(data, dtype=torch.uint8))
+            for rows, data in self.fetcher.stream(wanted):
+                rows.copy(torch.frombuffer(data, dtype=rows.dtype))
         except DamageError as error:
             raise CheckpointError(
                 f"{error}. {self.path.name} cannot be loaded; {self._instead()}."
@@ -225,58 +223,42 @@ class Checkpoint(Index):
 
 
 @dataclass(frozen=True)
-class _Batch(Range):
-    """Rows [row, row + rows) of a cut, and what lies between them."""
-
-    cut: _Cut
-    row: int
-    rows: int
-
-
-class _Cut:
-    """[low, high) of a logical tensor: what `view` [groups, rows, ...] (Box.view), which holds a
-    box at `offset`, wants of one piece.
+class _Rows(Range):
+    """Whole rows of a piece: their `columns` go to the rows from `row` on of `into` [groups, rows,
+    ...] (Box.view).
     """
 
-    def __init__(
-        self, piece: Piece, low: Dims, high: Dims, dtype: torch.dtype, offset: Dims, view: Tensor
-    ) -> None:
-        self.piece = piece
-        self.dtype = dtype
-        self.low = low
-        self.high = high
-        self.first_row = offset[0]  # of the box
-        columns: Any = [slice(l - o, h - o) for l, h, o in zip(low[1:], high[1:], offset[1:])]
-        self.view = view[:, :, *columns]
-        self.strides = [math.prod(piece.extent[d + 1 :]) for d in range(len(low))]
-        # elements of the piece before the first row's first needed one, and to its last one
-        starts = [(l - o) * s for l, o, s in zip(low, piece.offset, self.strides)]
-        sizes = [(h - 1 - l) * s for l, h, s in zip(low[1:], high[1:], self.strides[1:])]
-        self.begin = piece.start + sum(starts) * dtype.itemsize
-        self.width = sum(sizes) + 1
+    dtype: torch.dtype
+    extent: Dims  # of a row
+    columns: tuple[slice, ...]
+    row: int
+    into: Tensor
 
-    def batches(self) -> Iterator[_Batch]:
-        """Bounded batches of rows."""
-        size = self.dtype.itemsize
-        stride = self.strides[0] * size
-        shard = self.piece.shard
-        most = max(1, BATCH // stride)
-        if stride > shard.chunk and self.width < self.strides[0]:
-            most = 1  # chunks between two rows' needed parts may hold nothing that is needed
-        for row in range(self.low[0], self.high[0], most):
-            rows = min(most, self.high[0] - row)
-            begin = self.begin + (row - self.low[0]) * stride
-            end = begin + (rows - 1) * stride + self.width * size
-            yield _Batch(shard, begin, end, self, row, rows)
+    def copy(self, data: Tensor) -> None:
+        """Put the rows' elements into their place, which may be in several groups."""
+        rows = data.view(-1, *self.extent)[:, *self.columns]
+        at = self.row
+        while len(rows):
+            group, row = divmod(at, self.into.shape[1])
+            into = self.into[group, row : row + len(rows)]
+            into.copy_(rows[: len(into)])
+            rows = rows[len(into) :]
+            at += len(into)
 
-    def copy(self, batch: _Batch, data: Tensor) -> None:
-        """Put the batch's bytes into their place, which may be in several groups of rows."""
-        inner = [h - l for l, h in zip(self.low[1:], self.high[1:])]
-        block = data.view(self.dtype).as_strided([batch.rows, *inner], self.strides)
-        start = batch.row - self.first_row
-        while len(block):
-            group, row = divmod(start, self.view.shape[1])
-            into = self.view[group, row : row + len(block)]
-            into.copy_(block[: len(into)])
-            block = block[len(into) :]
-            start += len(into)
+
+def _rows(
+    piece: Piece, low: Dims, high: Dims, dtype: torch.dtype, offset: Dims, view: Tensor
+) -> Iterator[_Rows]:
+    """What `view`, which holds a box at `offset`, wants of a piece, [low, high) of the logical
+    tensor, in batches of rows.
+    """
+    extent = piece.extent[1:]
+    size = math.prod(extent) * dtype.itemsize
+    inner = list(zip(low[1:], high[1:], piece.offset[1:], offset[1:]))
+    columns = tuple(slice(l - o, h - o) for l, h, o, _ in inner)
+    into = view[:, :, *(slice(l - o, h - o) for l, h, _, o in inner)]
+    step = max(1, BATCH // size)
+    for row in range(low[0], high[0], step):
+        start = piece.start + (row - piece.offset[0]) * size
+        stop = start + min(step, high[0] - row) * size
+        yield _Rows(piece.shard, start, stop, dtype, extent, columns, row - offset[0], into)

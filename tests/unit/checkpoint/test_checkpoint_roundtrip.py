@@ -111,7 +111,9 @@ def test_large_strided_tensors_are_copied_in_pieces(tmp_path, monkeypatch):
 
 
 def needed_chunks(checkpoint: Checkpoint, box: Box) -> int:
-    """Bytes of the distinct chunks that hold an element of `box`, by enumerating its elements."""
+    """Bytes of the distinct chunks that hold a row with an element of `box`, by enumerating all
+    elements.
+    """
     stored, total = checkpoint.tensors[box.name], 0
     for shard in checkpoint.shards:
         chunks = set()
@@ -121,7 +123,8 @@ def needed_chunks(checkpoint: Checkpoint, box: Box) -> int:
                 slice(max(0, o - po), max(0, o + e - po))
                 for o, e, po in zip(box.offset, box.extent, piece.offset, strict=True)
             )
-            for element in index[inside].flatten().tolist():
+            rows = index[inside[0]] if index[inside].numel() else index[:0]
+            for element in rows.flatten().tolist():
                 byte = piece.start + element * stored.item_bytes
                 chunks.add(byte // manifest.CHUNK)
         total += sum(min(manifest.CHUNK, shard.data_bytes - c * manifest.CHUNK) for c in chunks)
