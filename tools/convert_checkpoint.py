@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import shutil
 import sys
@@ -42,7 +41,7 @@ import torch
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
-from megatron.tools._convert.dcp_folder import DcpFolder  # noqa: E402
+from megatron.tools._convert.dcp_folder import dcp_tensors  # noqa: E402
 from megatron.tools._convert.huggingface import (
     export_notes,
     from_huggingface,
@@ -70,7 +69,7 @@ from megatron.tools._convert.megatron_deepspeed import (
     tensor_parallel_size,
 )  # noqa: E402
 from megatron.tools._convert.megatron_lm import map_tensors, our_parameter
-from megatron.tools._convert.models import Pair, check_shapes, first_rows, own_share
+from megatron.tools._convert.models import Pair, check_shapes, first_rows
 from megatron.tools._convert.mp_ranks import MpRanks  # noqa: E402
 from megatron.tools._convert.pickles import read_torch_file  # noqa: E402
 from megatron.tools._convert.zero_folder import ZeroFolder, find_folder  # noqa: E402
@@ -79,7 +78,7 @@ from megatron.checkpoint.manifest import list_iterations  # noqa: E402
 from megatron.checkpoint.ranks import Ranks  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, open_checkpoint  # noqa: E402
 from megatron.checkpoint.run_state import config_of  # noqa: E402
-from megatron.checkpoint.writer import save_checkpoint  # noqa: E402
+from megatron.checkpoint.writer import own_part, save_checkpoint  # noqa: E402
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.derive import derive  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
@@ -91,6 +90,7 @@ from megatron.distributed.groups import Axis  # noqa: E402
 from megatron.distributed.logs import job_log  # noqa: E402
 from megatron.distributed.rank_errors import raise_on_all_ranks  # noqa: E402
 from megatron.distributed.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
+from megatron.model.spec import Holder  # noqa: E402
 
 PRECISIONS = {
     "bf16": torch.bfloat16,
@@ -267,18 +267,7 @@ def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> F
     fields = model_fields(args) if config is None else _given_fields(config, vocab_size)
     model = ModelConfig(**fields)
     if ranks is None:
-        stored = DcpFolder(folder)
-        tensors = [
-            (
-                name,
-                tensor.shape,
-                [
-                    (chunk.offset, chunk.extent, functools.partial(stored.map, chunk))
-                    for chunk in tensor.chunks
-                ],
-            )
-            for name, tensor in stored.tensors.items()
-        ]
+        tensors = dcp_tensors(folder)
     else:
         tensors = ranks.tensors(
             gated=model.activation in GATED, tied=not model.untie_embeddings_and_output_weights
@@ -496,9 +485,9 @@ def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[s
         "tokenizer": None,
         "source": {"format": foreign.format, "folder": source.name},
     }
-    path = save_checkpoint(
-        save, 0, own_share(foreign.pairs, ranks.world.rank, ranks.world.size), state, ranks=ranks
-    )
+    holder = Holder(ranks.world.rank, ranks.world.size)
+    share = own_part(foreign.pairs, lambda box: holder, balanced=True)
+    path = save_checkpoint(save, 0, share, state, ranks=ranks)
     model_json = Path(save) / "model.json"
     if ranks.first:
         given = {"model": foreign.fields} | ({"data": rows} if rows else {})

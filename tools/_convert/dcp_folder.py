@@ -5,12 +5,13 @@ which tensors they hold, mapped, not loaded.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.tools._convert.models import MappedFile
+from megatron.tools._convert.models import MappedFile, Part, Whole
 from megatron.tools._convert.pickles import Record, map_tensor, read_metadata
 from torch import Tensor
 
@@ -19,90 +20,58 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.errors import UserError
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor, and where torch.save has written it."""
-
-    offset: Dims
-    extent: Dims
-    file: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Described:
-    """A tensor of the folder."""
-
-    shape: Dims
-    chunks: tuple[Chunk, ...]
-
-
-class DcpFolder:
-    """`.tensors`: what the folder's metadata describes, by name; `.others`: names of what is no
-    tensor. Raises CheckpointError.
+def dcp_tensors(folder: Path) -> list[Whole]:
+    """The tensors that a folder's metadata describes. Raises CheckpointError, also for one whose
+    elements, when they are mapped, are not what the metadata specifies.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files: dict[str, MappedFile] = {}
-        path = folder / ".metadata"
-        metadata = read_metadata(path)
-        try:
-            self.tensors, self.others = _described(metadata)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise CheckpointError(
-                f"{path}: is not the metadata of a distributed checkpoint: "
-                f"{type(error).__name__} {error}"
-            ) from error
-
-    def map(self, chunk: Chunk) -> Tensor:
-        """The chunk's elements. Raises CheckpointError when they are not what the metadata
-        specifies.
-        """
-        if chunk.file not in self._files:
-            self._files[chunk.file] = MappedFile(self.folder / chunk.file)
-        file = self._files[chunk.file]
-        value = map_tensor(file, chunk.start, chunk.length)
-        if value.numel() != math.prod(chunk.extent):
-            raise CheckpointError(
-                f"{file.path}: byte {chunk.start}: a tensor of shape {list(chunk.extent)} is "
-                "expected"
-            )
-        return value.reshape(chunk.extent)
+    path = folder / ".metadata"
+    metadata = read_metadata(path)
+    try:
+        return _described(folder, metadata)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{path}: is not the metadata of a distributed checkpoint: "
+            f"{type(error).__name__} {error}"
+        ) from error
 
 
-def _described(metadata: Record) -> tuple[dict[str, Described], list[str]]:
+def _described(folder: Path, metadata: Record) -> list[Whole]:
     indices = (
         (key["fqn"], key.state.get("offset"), info)
         for key, info in metadata["storage_data"].items()
     )
     places = {(name, _size(offset)): info for name, offset, info in indices if offset is not None}
-    tensors: dict[str, Described] = {}
-    others: list[str] = []
+    open_file = cache(lambda name: MappedFile(folder / name))
+    tensors = []
     for name, stored in metadata["state_dict_metadata"].items():
         if not stored.kind.endswith(".TensorStorageMetadata"):
-            others.append(name)
             continue
-        chunks = []
+        parts: list[Part] = []
         for chunk in stored["chunks"]:
-            offset = _size(chunk["offsets"])
+            offset, extent = _size(chunk["offsets"]), _size(chunk["sizes"])
             info = places[name, offset]
             if info.state.get("transform_descriptors"):
                 raise UserError(f"{name} is compressed")
-            if Path(info["relative_path"]).name != info["relative_path"]:
-                raise UserError(f"{info['relative_path']!r} is not a plain file name")
-            chunks.append(
-                Chunk(
-                    offset,
-                    _size(chunk["sizes"]),
-                    info["relative_path"],
-                    int(info["offset"]),
-                    int(info["length"]),
-                )
-            )
-        tensors[name] = Described(_size(stored["size"]), tuple(chunks))
-    return tensors, others
+            file, start, length = (info[key] for key in ("relative_path", "offset", "length"))
+            if Path(file).name != file:
+                raise UserError(f"{file!r} is not a plain file name")
+            elements = partial(_elements, open_file, file, int(start), int(length), extent)
+            parts.append((offset, extent, elements))
+        tensors.append((name, _size(stored["size"]), parts))
+    return tensors
+
+
+def _elements(
+    open_file: Callable[[str], MappedFile], name: str, start: int, length: int, extent: Dims
+) -> Tensor:
+    """A chunk's elements, which torch.save has written."""
+    file = open_file(name)
+    value = map_tensor(file, start, length)
+    if value.numel() != math.prod(extent):
+        raise CheckpointError(
+            f"{file.path}: byte {start}: a tensor of shape {list(extent)} is expected"
+        )
+    return value.reshape(extent)
 
 
 def _size(value: Any) -> Dims:

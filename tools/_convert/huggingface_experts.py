@@ -21,116 +21,91 @@ from megatron.tools._convert.families import Family
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import JsonObject
 
+# Our fields, and theirs of the same value in each kind of experts.
+_MIXTRAL = {
+    "num_experts": "num_local_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "intermediate_size",
+}
+_QWEN = _MIXTRAL | {"num_experts": "num_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}
+SAME = {
+    "mixtral": _MIXTRAL,
+    "granite": _MIXTRAL,
+    "qwen": _QWEN,
+    "deepseek": _QWEN | {"num_experts": "n_routed_experts"},
+}
+
 
 def their_experts(family: Family, model: ModelConfig) -> JsonObject:
     """Fields of config.json; a family of experts that may be dense has all layers dense for a
     model without experts.
     """
-    write = {"mixtral": _their_mixtral, "granite": _their_granite}
-    write |= {"qwen": _their_qwen, "deepseek": _their_deepseek}
-    return write[family.experts or ""](family, model)
+    sparse = model.expert_layers()
+    shared = model.moe_shared_expert_intermediate_size
+    fields: JsonObject = {}
+    if family.mlp_layer_types:
+        fields["mlp_layer_types"] = ["sparse" if each else "dense" for each in sparse]
+    elif family.experts == "deepseek":
+        fields["first_k_dense_replace"] = [*sparse, True].index(True)
+    if model.num_experts is None:
+        return fields
+    fields |= {theirs: getattr(model, ours) for ours, theirs in SAME[family.experts or ""].items()}
+    if family.experts == "granite":
+        fields["shared_intermediate_size"] = shared or 0
+    elif family.experts == "qwen":
+        fields |= {
+            "norm_topk_prob": not model.moe_router_pre_softmax,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i, has_experts in enumerate(sparse) if not has_experts],
+        }
+        if "moe_shared_expert_gate" in family.ours:
+            fields["shared_expert_intermediate_size"] = shared
+    elif family.experts == "deepseek":
+        groups = model.moe_router_num_groups or 1
+        fields |= {
+            "moe_layer_freq": 1,
+            "n_shared_experts": (shared or 0) // (model.moe_ffn_hidden_size or 1),
+            "n_group": groups,
+            "topk_group": model.moe_router_group_topk or 1,
+            "norm_topk_prob": _normalizes(family, model.moe_router_topk),
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            **({"topk_method": _v2_method(groups)} if _is_softmax(family) else {}),
+        }
+    return fields
 
 
 def our_experts(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
     """Fields of ModelConfig. Raises KeyError for what config.json lacks."""
-    read = {"mixtral": _our_mixtral, "granite": _our_granite}
-    read |= {"qwen": _our_qwen, "deepseek": _our_deepseek}
-    return read[family.experts or ""](family, config, faults)
-
-
-def _their_mixtral(family: Family, model: ModelConfig) -> JsonObject:
-    return {
-        "num_experts_per_tok": model.moe_router_topk,
-        "intermediate_size": model.moe_ffn_hidden_size,
-        "num_local_experts": model.num_experts,
-    }
-
-
-def _our_mixtral(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
-    return {
-        "num_experts": _count(config, "num_local_experts"),
-        "moe_router_topk": _required(config, "num_experts_per_tok"),
-        "moe_ffn_hidden_size": _required(config, "intermediate_size"),
-        "moe_layer_freq": "1",
-    }
-
-
-def _their_granite(family: Family, model: ModelConfig) -> JsonObject:
-    shared = model.moe_shared_expert_intermediate_size or 0
-    return _their_mixtral(family, model) | {"shared_intermediate_size": shared}
-
-
-def _our_granite(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
-    shared = config.get("shared_intermediate_size") or None
-    fields = _our_mixtral(family, config, faults)
-    return fields | {"moe_shared_expert_intermediate_size": shared}
-
-
-def _their_qwen(family: Family, model: ModelConfig) -> JsonObject:
-    fields: JsonObject = {
-        "num_experts_per_tok": model.moe_router_topk,
-        "num_experts": model.num_experts,
-        "moe_intermediate_size": model.moe_ffn_hidden_size,
-        "norm_topk_prob": not model.moe_router_pre_softmax,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, sparse in enumerate(model.expert_layers()) if not sparse],
-    }
-    if "moe_shared_expert_gate" in family.ours:
-        fields["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
-    return fields
-
-
-def _our_qwen(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
-    dense = config.get("mlp_only_layers") or []
-    step = config.get("decoder_sparse_step", 1)
-    layers = range(config["num_hidden_layers"])
-    sparse = [i not in dense and (i + 1) % step == 0 for i in layers]
-    if not any(sparse):
-        faults.append("mlp_only_layers or decoder_sparse_step: no layer has experts")
-        sparse = [True for _ in layers]
-    fields = {
-        "num_experts": _count(config, "num_experts"),
-        "moe_router_topk": _required(config, "num_experts_per_tok"),
-        "moe_ffn_hidden_size": _required(config, "moe_intermediate_size"),
-        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
-        "moe_layer_freq": _pattern(sparse),
-    }
-    if "moe_shared_expert_gate" in family.ours:
-        fields["moe_shared_expert_intermediate_size"] = _required(
-            config, "shared_expert_intermediate_size"
-        )
-    return fields
-
-
-def _their_deepseek(family: Family, model: ModelConfig) -> JsonObject:
-    sparse = model.expert_layers()
-    dense = sparse.index(True) if any(sparse) else len(sparse)
-    fields: JsonObject = {"first_k_dense_replace": dense}
-    if family.mlp_layer_types:
-        fields = {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
-    if model.num_experts is None:
-        return fields
-    width = model.moe_ffn_hidden_size or 1
-    groups = model.moe_router_num_groups or 1
-    return fields | {
-        "moe_layer_freq": 1,
-        "n_routed_experts": model.num_experts,
-        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,
-        "moe_intermediate_size": width,
-        "num_experts_per_tok": model.moe_router_topk,
-        "n_group": groups,
-        "topk_group": model.moe_router_group_topk or 1,
-        "norm_topk_prob": _normalizes(family, model.moe_router_topk),
-        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
-        **({"topk_method": _v2_method(groups)} if _is_softmax(family) else {}),
-    }
-
-
-def _our_deepseek(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
     sparse = _sparse_layers(family, config)
     if not any(sparse):
-        return {}
-    k = _required(config, "num_experts_per_tok")
+        if family.experts == "deepseek":
+            return {}
+        faults.append("mlp_only_layers or decoder_sparse_step: no layer has experts")
+        sparse = [True for _ in sparse]
+    same = SAME[family.experts or ""]
+    fields: JsonObject = {
+        "num_experts": _count(config, same["num_experts"]),
+        "moe_router_topk": _required(config, same["moe_router_topk"]),
+        "moe_ffn_hidden_size": _required(config, same["moe_ffn_hidden_size"]),
+        "moe_layer_freq": _pattern(sparse),
+    }
+    if family.experts == "granite":
+        shared = config.get("shared_intermediate_size") or None
+        fields["moe_shared_expert_intermediate_size"] = shared
+    elif family.experts == "qwen":
+        fields["moe_router_pre_softmax"] = not config.get("norm_topk_prob", False)
+        if "moe_shared_expert_gate" in family.ours:
+            shared = _required(config, "shared_expert_intermediate_size")
+            fields["moe_shared_expert_intermediate_size"] = shared
+    elif family.experts == "deepseek":
+        fields |= _our_deepseek(family, config, fields, faults)
+    return fields
+
+
+def _our_deepseek(
+    family: Family, config: JsonObject, fields: JsonObject, faults: list[str]
+) -> JsonObject:
+    k = fields["moe_router_topk"]
     groups = config.get("n_group", family.defaults.get("n_group")) or 1
     shared = _given(family, config, "n_shared_experts") or 0
     normalizes = _given(family, config, "norm_topk_prob")
@@ -140,14 +115,9 @@ def _our_deepseek(family: Family, config: JsonObject, faults: list[str]) -> Json
         faults.append(f"norm_topk_prob {normalizes!r} has no counterpart")
     if config.get("moe_layer_freq", 1) != 1:
         faults.append(f"moe_layer_freq {config['moe_layer_freq']!r} (only 1 has a counterpart)")
-    fields: JsonObject = {
-        "num_experts": _count(config, "n_routed_experts"),
-        "moe_ffn_hidden_size": _required(config, "moe_intermediate_size"),
-        "moe_layer_freq": _pattern(sparse),
-        "moe_router_topk": k,
+    found = {
         "moe_router_topk_scaling_factor": _given(family, config, "routed_scaling_factor") or 1.0,
-        "moe_shared_expert_intermediate_size": shared * _required(config, "moe_intermediate_size")
-        or None,
+        "moe_shared_expert_intermediate_size": shared * fields["moe_ffn_hidden_size"] or None,
     }
     method = config.get("topk_method")
     if _is_softmax(family) and method not in (None, _v2_method(groups)):
@@ -160,17 +130,24 @@ def _our_deepseek(family: Family, config: JsonObject, faults: list[str]) -> Json
                 f"num_experts_per_tok {k} with topk_group {taken}: groups are chosen by their best "
                 f"{judged_by} there, by their best {k // taken} here"
             )
-        fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": taken}
-    return fields
+        found |= {"moe_router_num_groups": groups, "moe_router_group_topk": taken}
+    return found
 
 
 def _sparse_layers(family: Family, config: JsonObject) -> list[bool]:
-    layers = config["num_hidden_layers"]
+    """Which layers have experts."""
+    layers = range(config["num_hidden_layers"])
     if family.mlp_layer_types:
-        types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
-        return [each == "sparse" for each in types[:layers]]
-    dense = _given(family, config, "first_k_dense_replace")
-    return [i >= dense for i in range(layers)]
+        types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (len(layers) - 1)
+        return [each == "sparse" for each in types[: len(layers)]]
+    if family.experts == "deepseek":
+        dense = _given(family, config, "first_k_dense_replace")
+        return [i >= dense for i in layers]
+    if family.experts == "qwen":
+        plain = config.get("mlp_only_layers") or []
+        step = config.get("decoder_sparse_step", 1)
+        return [i not in plain and (i + 1) % step == 0 for i in layers]
+    return [True for _ in layers]
 
 
 def _is_softmax(family: Family) -> bool:

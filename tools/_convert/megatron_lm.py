@@ -11,20 +11,20 @@ are stacked behind the layers, or numbered in the name. All as ours but for name
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from megatron.tools._convert.huggingface_files import take_parts
+from megatron.tools._convert.huggingface_rules import Rule
 from megatron.tools._convert.models import Pair, Part, Whole
 
-from megatron.checkpoint.boxes import Dims, intersect
+from megatron.checkpoint.boxes import Dims
 from megatron.config.errors import UserError
-from megatron.config.groups import ModelConfig
+from megatron.config.model import GATED, ModelConfig
 from megatron.model.build import declared
-from megatron.model.spec import Box, ParameterSpec
 
 OUTER = {
     "embedding.word_embeddings.weight": "embedding.word.weight",
@@ -127,35 +127,23 @@ def map_tensors(
     for name, shape, parts in tensors:
         if NOT_WEIGHTS.match(name):
             continue
-        found = our_parameter(name)
-        if found is None:
+        place = our_parameter(name)
+        if place is None:
             unknown.append(name)
             continue
-        ours = found.parameter.replace("layers.-1.", f"layers.{model.num_layers - 1}.")
-        if "{}" in ours and shape[0] != model.num_layers:
-            wrong.append(f"{name} holds {shape[0]} layers, --num-layers is {model.num_layers}")
-            continue
-        for layer, part in _layers(ours, shape, parts):
-            try:
-                place = found._replace(parameter=ours.format(layer))
-                inner = shape["{}" in ours :]
-                for each, extent, share in _experts(model, place, inner, part):
-                    pairs += _boxes(model, vocab_size, each, extent, share)
-            except UserError as error:
-                wrong.append(f"{name}: {error}")
-                break
+        try:
+            for parameter, inner, own in _layers(model, place.parameter, shape, parts):
+                rule = _rule(name, model, vocab_size, place._replace(parameter=parameter), inner)
+                if norms_minus_one and parameter.endswith("norm.weight"):
+                    rule = rule._replace(offset=1.0)
+                rows = sum(rule.heights or ()) * rule.groups  # without padding
+                whole = inner if rule.matrices else (rows, *inner[1:])
+                pairs += take_parts([rule], {name: (whole, own)})
+        except UserError as error:
+            wrong.append(f"{name}: {error}")
     if unknown or wrong:
         raise UserError("\n".join([*_without_counterpart(unknown), *wrong]))
-    return [_plus_one(pair) for pair in pairs] if norms_minus_one else pairs
-
-
-def _plus_one(pair: Pair) -> Pair:
-    """The weight of a norm that is stored minus one, in fp32 as it is computed; others as they
-    are.
-    """
-    box, value = pair
-    is_norm = box.name.endswith("norm.weight")
-    return box, value.to(torch.promote_types(value.dtype, torch.float32)) + 1 if is_norm else value
+    return pairs
 
 
 def _without_counterpart(names: list[str]) -> list[str]:
@@ -168,137 +156,49 @@ def _without_counterpart(names: list[str]) -> list[str]:
     return lines
 
 
-def _layers(ours: str, shape: Dims, parts: list[Part]) -> Iterator[tuple[int, Part]]:
-    """Each layer's part of stacked tensors."""
+def _layers(
+    model: ModelConfig, parameter: str, shape: Dims, parts: list[Part]
+) -> Iterator[tuple[str, Dims, list[Part]]]:
+    """Each layer's parameter, shape and parts of stacked tensors; others as they are."""
+    if "{}" not in parameter:
+        yield parameter.replace("layers.-1.", f"layers.{model.num_layers - 1}."), shape, parts
+        return
+    if shape[0] != model.num_layers:
+        raise UserError(f"holds {shape[0]} layers, --num-layers is {model.num_layers}")
     for offset, extent, elements in parts:
-        if "{}" not in ours:
-            yield 0, (offset, extent, elements)
-            continue
         value = elements()
         for index in range(extent[0]):
-            yield (
-                offset[0] + index,
-                (offset[1:], extent[1:], partial(torch.select, value, 0, index)),
-            )
+            part = offset[1:], extent[1:], partial(torch.select, value, 0, index)
+            yield parameter.format(offset[0] + index), shape[1:], [part]
 
 
-def _experts(
-    model: ModelConfig, place: ParameterPlace, shape: Dims, part: Part
-) -> Iterator[tuple[ParameterPlace, Dims, Part]]:
-    """Each expert's part of stacked tensors, with its place and shape; others as they are."""
-    if place.expert != STACKED:
-        yield place, shape, part
-        return
-    offset, extent, elements = part
-    if len(shape) != 3 or shape[0] != model.num_experts:
-        raise UserError(f"shape {list(shape)}, --num-experts is {model.num_experts}")
-    value = elements()
-    for index in range(extent[0]):
-        select = partial(torch.select, value, 0, index)
-        expert = place._replace(expert=offset[0] + index)
-        yield expert, shape[1:], (offset[1:], extent[1:], select)
-
-
-def _boxes(
-    model: ModelConfig, vocab_size: int, place: ParameterPlace, shape: Dims, part: Part
-) -> Iterator[Pair]:
-    """The logical tensors' parts in a box of a whole parameter of this `shape`, or of an expert's
-    part of it: the experts of a layer are one parameter.
+def _rule(
+    name: str, model: ModelConfig, vocab_size: int, place: ParameterPlace, shape: Dims
+) -> Rule:
+    """How a tensor of theirs with this `shape` is made of ours. Raises UserError unless the model
+    has such a tensor.
     """
-    offset, extent, elements = part
-    shape, offset = _in_parameter(model, place, shape, offset)
-    spec = _require_shape(model, vocab_size, place.parameter, shape)
-    value = elements()
-    for box in spec.boxes():
-        stride = shape[0] // box.groups
-        for first, last, whole in _runs(offset[0], offset[0] + extent[0], stride):
-            cut = _whole_groups if whole and box.groups > 1 else _in_one_group
-            found = cut(box, first, last, stride)
-            if found is not None:
-                rows, low, high = found
-                where = dataclasses.replace(
-                    rows,
-                    offset=(rows.offset[0], *offset[1:]),
-                    extent=(rows.extent[0], *extent[1:]),
-                )
-                yield where, value[low - offset[0] : high - offset[0]]
-
-
-def _in_parameter(
-    model: ModelConfig, place: ParameterPlace, shape: Dims, offset: Dims
-) -> tuple[Dims, Dims]:
-    """Shape of the whole parameter, and the offset in it, for an offset in a tensor of theirs that
-    is a half of it or an expert's part.
-    """
-    parts = [(place.half, 2)] if place.half >= 0 else []
-    parts += [(place.expert, model.num_experts or 1)] if place.expert is not None else []
-    for index, count in parts:
-        offset = (index * shape[0] + offset[0], *offset[1:])
-        shape = (count * shape[0], *shape[1:])
-    return shape, offset
-
-
-def _require_shape(
-    model: ModelConfig, vocab_size: int, parameter: str, shape: Dims
-) -> ParameterSpec:
-    """What the model declares of a parameter; raises UserError unless it can have this shape."""
-    spec = declared(model, vocab_size).get(parameter)
-    if spec is None:
+    spec = declared(model, vocab_size).get(place.parameter)
+    tensors = () if spec is None else spec.tensors
+    # The experts of a layer are one parameter.
+    if place.expert not in (None, STACKED):
+        tensors = tuple(each for each in tensors if each.expert and each.expert[0] == place.expert)
+    if place.half >= 0:
+        tensors = tensors[place.half :: 2] if model.activation in GATED else ()
+    if spec is None or not tensors:
         raise UserError("a model with these flags has no such tensor")
-    needed = spec.local_shape(1)
-    padded = spec.tensors[0].stored is not None  # to any number of rows
-    fits = shape[0] >= vocab_size if padded else shape[0] == needed[0]
-    if not fits or shape[1:] != needed[1:]:
+    count = (model.num_experts or 1) if place.expert == STACKED else 1
+    needed = (sum(each.shape[0] for each in tensors) // count, *tensors[0].shape[1:])
+    if place.expert == STACKED:
+        needed = (count, *needed)
+    padding = sum(shape[:1]) - needed[0]
+    is_padded = tensors[0].stored is not None  # to any number of rows
+    if shape[1:] != needed[1:] or padding < 0 or (padding > 0 and not is_padded):
         raise UserError(
             f"shape {list(shape)}, but the model's flags need {list(needed)} for "
-            f"{', '.join(tensor.name for tensor in spec.tensors)}"
+            f"{', '.join(each.name for each in tensors)}"
         )
-    return spec
-
-
-def _whole_groups(box: Box, first: int, last: int, stride: int) -> tuple[Box, int, int]:
-    """Rows [first, last) of a fused parameter, whole groups of `stride` rows: the rows of `box`
-    that are in them, and [first, last) themselves, of which the box is a strided view.
-    """
-    rows = box.extent[0] // box.groups
-    group = first // stride
-    groups = (last - first) // stride
-    return _take_rows(box, group * rows, groups * rows, groups, box.start), first, last
-
-
-def _in_one_group(box: Box, first: int, last: int, stride: int) -> tuple[Box, int, int] | None:
-    """Rows [first, last) of one group: the rows of `box` that are among them, and which of the
-    parameter they are; None when there are none.
-    """
-    rows = box.extent[0] // box.groups
-    group = first // stride
-    begin = group * stride + box.start  # of the group's rows of this box
-    common = intersect((begin,), (rows,), (first,), (last - first,))
-    if common is None:
-        return None
-    (low,), (high,) = common
-    return _take_rows(box, group * rows + low - begin, high - low, groups=1, start=0), low, high
-
-
-def _take_rows(box: Box, first: int, count: int, groups: int, start: int) -> Box:
-    return dataclasses.replace(
-        box,
-        offset=(first, *box.offset[1:]),
-        extent=(count, *box.extent[1:]),
-        groups=groups,
-        start=start,
-    )
-
-
-def _runs(first: int, last: int, stride: int) -> Iterator[tuple[int, int, bool]]:
-    """Rows [first, last) as runs (first, last, whether it is of whole groups of `stride` rows): a
-    run that is not lies within one group.
-    """
-    begin = -(-first // stride) * stride
-    end = last // stride * stride
-    if begin > end:
-        yield first, last, False
-        return
-    for low, high, whole in ((first, begin, False), (begin, end, True), (end, last, False)):
-        if low < high:
-            yield low, high, whole
+    heights = tuple(each.shape[0] // spec.interleave for each in tensors)
+    matrices = count if place.expert == STACKED else None
+    ours = tuple(each.name for each in tensors)
+    return Rule(name, ours, heights, groups=spec.interleave, matrices=matrices)

@@ -23,7 +23,6 @@ from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import InputError, open_regular
 from megatron.model.build import model_shapes
-from megatron.model.spec import Box
 
 # what reading a damaged file raises
 DAMAGE = (
@@ -103,22 +102,6 @@ def own_rows(sizes: Iterable[tuple[int, int]], rank: int, ranks: int) -> Iterato
         at += rows * size
 
 
-def own_share(pairs: list[Pair], rank: int, ranks: int) -> list[Pair]:
-    """This rank's part of whole tensors: rows (groups of rows where a box has several), columns
-    where the tensor lies transposed.
-    """
-    counts = [_cuts(box, tensor) for box, tensor in pairs]
-    sizes = [
-        (count, math.prod(box.extent) // max(count, 1) * tensor.element_size())
-        for (box, tensor), count in zip(pairs, counts, strict=True)
-    ]
-    return [
-        _cut(box, tensor, first, last)
-        for (box, tensor), (first, last) in zip(pairs, own_rows(sizes, rank, ranks), strict=True)
-        if first < last
-    ]
-
-
 def first_rows(pairs: list[Pair], vocab_size: int | None) -> list[Pair]:
     """The pairs with the first `vocab_size` rows of the embedding and the head alone. Raises
     UserError where there are fewer.
@@ -135,36 +118,6 @@ def first_rows(pairs: list[Pair], vocab_size: int | None) -> list[Pair]:
             box = dataclasses.replace(box, shape=shape, extent=extent)
         found.append((box, tensor))
     return [(box, tensor) for box, tensor in found if box.extent[0]]
-
-
-def _lies_transposed(tensor: Tensor) -> bool:
-    return tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1)
-
-
-def _cuts(box: Box, tensor: Tensor) -> int:
-    """Into how many equal parts a tensor can be cut: columns, groups of rows, or rows."""
-    if _lies_transposed(tensor):
-        return box.extent[1]
-    return box.groups if box.groups > 1 else box.extent[0]
-
-
-def _cut(box: Box, tensor: Tensor, first: int, last: int) -> Pair:
-    """Parts [first, last) of those that `_cuts` counts."""
-    dim = int(_lies_transposed(tensor))
-    unit = box.extent[dim] // _cuts(box, tensor)
-    offset = list(box.offset)
-    extent = list(box.extent)
-    offset[dim] += first * unit
-    extent[dim] = (last - first) * unit
-    part = dataclasses.replace(box, offset=tuple(offset), extent=tuple(extent))
-    if dim:
-        return part, tensor[:, first:last]
-    if box.groups > 1:
-        stride = tensor.shape[0] // box.groups
-        groups = dataclasses.replace(part, groups=last - first)
-        return groups, tensor[first * stride : last * stride]
-    rows = tensor[box.start + first : box.start + last]
-    return dataclasses.replace(part, start=0), rows
 
 
 def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None:
