@@ -25,6 +25,7 @@ from megatron.checkpoint.boxes import Dims
 from megatron.config.errors import UserError
 from megatron.config.model import GATED, ModelConfig
 from megatron.model.build import declared
+from megatron.model.spec import ParameterSpec, TensorSpec
 
 OUTER = {
     "embedding.word_embeddings.weight": "embedding.word.weight",
@@ -179,12 +180,7 @@ def _rule(
     has such a tensor.
     """
     spec = declared(model, vocab_size).get(place.parameter)
-    tensors = () if spec is None else spec.tensors
-    # The experts of a layer are one parameter.
-    if place.expert not in (None, STACKED):
-        tensors = tuple(each for each in tensors if each.expert and each.expert[0] == place.expert)
-    if place.half >= 0:
-        tensors = tensors[place.half :: 2] if model.activation in GATED else ()
+    tensors = () if spec is None else _tensors_there(spec, model, place)
     if spec is None or not tensors:
         raise UserError("a model with these flags has no such tensor")
     count = (model.num_experts or 1) if place.expert == STACKED else 1
@@ -202,3 +198,15 @@ def _rule(
     matrices = count if place.expert == STACKED else None
     ours = tuple(each.name for each in tensors)
     return Rule(name, ours, heights, groups=spec.interleave, matrices=matrices)
+
+
+def _tensors_there(
+    spec: ParameterSpec, model: ModelConfig, place: ParameterPlace
+) -> tuple[TensorSpec, ...]:
+    """The tensors of a parameter that are at a place; the experts of a layer are one parameter."""
+    tensors = spec.tensors
+    if place.expert not in (None, STACKED):
+        tensors = tuple(each for each in tensors if each.expert and each.expert[0] == place.expert)
+    if place.half >= 0:
+        tensors = tensors[place.half :: 2] if model.activation in GATED else ()
+    return tensors
