@@ -98,7 +98,8 @@ class Step:
             grad_sq_sum=self.squares,
             grad_scale=1.0,
         )
-        self.optimizer.files.expect((), read=False)  # all is written
+        for slot in self.optimizer.files.ring:
+            self.optimizer.files.wait(slot)  # all is written
 
 
 class Raw:
@@ -121,17 +122,17 @@ class Raw:
             )
             for kind, part in step.parts
         ]
-        self.threads = ThreadPoolExecutor(nvme.WORKERS)
+        self.threads = ThreadPoolExecutor(nvme.SLOTS)
         self.memory = [
-            nvme._aligned(max(size for _, size, _ in self.requests)) for _ in range(nvme.WORKERS)
+            nvme._aligned(max(size for _, size, _ in self.requests)) for _ in range(nvme.SLOTS)
         ]
 
     def __call__(self) -> None:
-        for work in [self.threads.submit(self._share, index) for index in range(nvme.WORKERS)]:
+        for work in [self.threads.submit(self._share, index) for index in range(nvme.SLOTS)]:
             work.result()
 
     def _share(self, index: int) -> None:
-        for file, size, start in self.requests[index :: nvme.WORKERS]:
+        for file, size, start in self.requests[index :: nvme.SLOTS]:
             data = memoryview(self.memory[index])[:size]
             assert os.preadv(file, [data], start) == os.pwritev(file, [data], start) == size
 
@@ -188,7 +189,7 @@ def measure(folder: Path, layers: int, hidden: int, rounds: int) -> dict[str, An
         "ring_bytes": ring,
         "part": nvme.PART,
         "slots": nvme.SLOTS,
-        "workers": nvme.WORKERS,
+        "workers": nvme.SLOTS,
         "direct": all(direct for _, direct in files.files.values()),
         "median_seconds": {name: statistics.median(each) for name, each in seconds.items()},
         **asdict(verdict),

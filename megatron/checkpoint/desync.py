@@ -104,7 +104,7 @@ def shared_parts(optimizer: Optimizer) -> Iterator[tuple[Key, Tensor]]:
             yield from _parts(block, "weights", block.weight, 0, copies, optimizer)
         if block.zero_stage > 0:
             copies = block.groups.same_shard  # that step the same slice
-        for kind, buffer in optimizer.states[block].tensors.items():
+        for kind, buffer in optimizer.states[block].items():
             weights = block.weight.untyped_storage().data_ptr() if block.zero_stage < 3 else None
             if kind != MASTER or buffer.untyped_storage().data_ptr() != weights:
                 name = "master weights" if kind == MASTER else kind

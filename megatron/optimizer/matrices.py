@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
-from megatron.distributed.groups import Groups
-from megatron.model.spec import Box, holders
-from megatron.optimizer.optimizer import Optimizer, StepNumbers
-from megatron.optimizer.update import UpdateRule
-from megatron.parallel.blocks import Block, BufferEntry, Segment
+from megatron.model.spec import Box, Multipliers, holders
+from megatron.optimizer.optimizer import MASTER, Optimizer, Scalars
+from megatron.optimizer.update import StepScalars, UpdateRule
+from megatron.parallel.blocks import Block, BufferEntry, Segment, padded
 
 MOMENTUM = "exp_avg"  # the state that holds it
 MatrixPart = tuple[Box, Tensor, Tensor, Tensor]  # and its momentum, weights and gradients
@@ -47,39 +46,21 @@ def of_matrices(entry: BufferEntry) -> bool:
     )
 
 
+def _multipliers_of(block: Block, entry: BufferEntry) -> Multipliers:
+    return next(each for stop, each in block.layout.ranges if entry.start < stop)
+
+
 def other_segments(block: Block) -> list[Segment]:
     """The segments of what this rank updates, without the matrices."""
-    # Matrices as ranges of what this rank updates; a cut matrix has a part of its range here.
     first, last = block.own
-    matrices = [
-        (max(entry.start, first) - first, min(entry.stop, last) - first)
-        for entry in block.entries
-        if of_matrices(entry)
-    ]
     found = []
-    for part, multipliers in block.segments():
-        start = part.start
-        for begin, end in matrices:
-            # What lies before the matrix is a segment; the next one begins after it.
-            if begin < end and part.start <= begin < part.stop:
-                if start < begin:
-                    found.append(Segment(slice(start, begin), multipliers))
-                start = end
-        if start < part.stop:
-            found.append(Segment(slice(start, part.stop), multipliers))
+    for entry in block.entries:
+        # With the padding behind it a segment ends where the update's vectors end.
+        start, stop = max(entry.start, first), min(entry.start + padded(entry.numel), last)
+        if start < stop and not of_matrices(entry):
+            part = slice(start - first, stop - first)
+            found.append(Segment(part, _multipliers_of(block, entry)))
     return found
-
-
-def _own_parts(
-    block: Block, momentum: Tensor, master: Tensor, grad: Tensor
-) -> dict[str, list[MatrixPart]]:
-    """What this rank updates of each matrix: parts, and their momentum, weights and gradients."""
-    own: dict[str, list[MatrixPart]] = defaultdict(list)
-    for (part, kept), (_, weight), (_, gradient) in zip(
-        block.boxes(momentum), block.boxes(master), block.boxes(grad), strict=True
-    ):
-        own[part.name].append((part, part.view(kept), part.view(weight), part.view(gradient)))
-    return own
 
 
 class MatrixOptimizer(Optimizer):
@@ -103,67 +84,50 @@ class MatrixOptimizer(Optimizer):
         """What the rule of the flags updates."""
         return {block: other_segments(block) for block in self.trained}
 
-    def _update(self, rule: UpdateRule, block: Block, numbers: StepNumbers, *buffers: Any) -> None:
-        super()._update(rule, block, numbers, *buffers)
-        tensors = self.states[block].tensors
-        step_matrices(self.matrix_rule, block, self.groups, tensors, numbers)
+    def _update(self, rule: UpdateRule, block: Block, scalars: Scalars, *buffers: Any) -> None:
+        super()._update(rule, block, scalars, *buffers)
+        # What this rank updates of each matrix.
+        own: dict[str, list[MatrixPart]] = defaultdict(list)
+        tensors = self.states[block]
+        for (part, momentum), (_, weight), (_, gradient) in zip(
+            block.boxes(tensors[MOMENTUM]),
+            block.boxes(tensors[MASTER]),
+            block.boxes(block.grad_shard),
+            strict=True,
+        ):
+            views = part.view(momentum), part.view(weight), part.view(gradient)
+            own[part.name].append((part, *views))
+        for entry in filter(of_matrices, block.entries):
+            at = scalars[_multipliers_of(block, entry)]
+            for box in entry.boxes:
+                self._step_matrix(block, box, own[box.name], at)
         if block.rounded is not None:
             block.rounded.copy_(block.master)
 
+    def _step_matrix(self, block: Block, box: Box, own: list[MatrixPart], at: StepScalars) -> None:
+        """One step of a matrix, in place. The collective call of all ranks that hold parts of the
+        block.
+        """
+        # 1. The momentum is updated on the slices. Of ranks that hold the same part one alone adds
+        # it to the whole.
+        rule = self.matrix_rule
+        whole = torch.zeros(box.shape, dtype=block.master.dtype, device=block.master.device)
+        for part, momentum, _, gradient in own:
+            momentum.mul_(rule.momentum).add_(gradient.to(self.wide) * at.coefficient)
+            if holders(box, self.groups).rank == 0:
+                whole[_range(part)] = momentum.reshape(part.extent)
+        # 2. Over the ranks that share the block, then over tensor-parallel ranks, unless each has
+        # all.
+        if block.zero_stage > 0:
+            all_reduce(whole, block.groups.shard)
+        if box.replicated != "tp":
+            all_reduce(whole, self.groups.tp)
 
-@torch.no_grad()
-def step_matrices(
-    rule: MatrixRule,
-    block: Block,
-    groups: Groups,
-    tensors: dict[str, Tensor],
-    numbers: StepNumbers,
-) -> None:
-    """One step of every matrix of a block, in place: `tensors` are master weights and states of
-    what this rank updates. The collective call of all ranks that hold parts of the block.
-    """
-    master = tensors["master"]
-    own = _own_parts(block, tensors[MOMENTUM], master, block.grad_shard)
-    rates = numbers.rates
-    for entry in block.entries:
-        if not of_matrices(entry):
-            continue
-        ranges = block.layout.ranges
-        multipliers = next(each for stop, each in ranges if entry.start < stop)
-        lr = rates.decoupled if multipliers.decoupled_lr else rates.base
-        for box in entry.boxes:
-            whole = torch.zeros(box.shape, dtype=master.dtype, device=master.device)
-            _sum_momentum(rule, block, groups, box, own[box.name], numbers.coefficient, whole)
-            # Every rank computes the direction of the whole matrix, and takes its parts of it.
-            direction = rule.direction(whole)
-            for part, _, weight, _ in own[box.name]:
-                change = (
-                    direction[_range(part)].view(weight.shape)
-                    + rates.weight_decay * multipliers.weight_decay * weight
-                )
-                weight.sub_(change, alpha=lr * multipliers.lr)
-
-
-def _sum_momentum(
-    rule: MatrixRule,
-    block: Block,
-    groups: Groups,
-    box: Box,
-    own: list[MatrixPart],
-    coefficient: Tensor,
-    whole: Tensor,
-) -> None:
-    """Update the momentum of a matrix on the slices, and sum it into `whole`, zeros."""
-    for part, kept, _, gradient in own:
-        kept.mul_(rule.momentum).add_(gradient.to(coefficient.dtype) * coefficient)
-        # Of ranks that hold the same part one alone adds it.
-        if holders(box, groups).rank == 0:
-            whole[_range(part)] = kept.reshape(part.extent)
-    # Over the ranks that share the block, then over tensor-parallel ranks, unless each has all.
-    if block.zero_stage > 0:
-        all_reduce(whole, block.groups.shard)
-    if box.replicated != "tp":
-        all_reduce(whole, groups.tp)
+        # 3. Every rank computes the direction of the whole matrix, and takes its parts of it.
+        direction = rule.direction(whole)
+        for part, _, weight, _ in own:
+            change = direction[_range(part)].view(weight.shape) + at.weight_decay * weight
+            weight.sub_(change, alpha=at.lr)
 
 
 def _range(part: Box) -> tuple[slice, ...]:

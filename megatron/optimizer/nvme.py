@@ -15,16 +15,17 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.config.errors import UserError
+from megatron.model.spec import Box
 from megatron.parallel.blocks import Block
 
 # what O_DIRECT wants addresses, offsets and sizes to be multiples of, in bytes; blocks begin at
@@ -32,7 +33,10 @@ from megatron.parallel.blocks import Block
 PAGE = 4096
 PART = 1 << 21  # elements: 8 MiB in fp32
 SLOTS = 4  # parts that are in memory: the one in use, those on their way in, those on their way out
-WORKERS = 4
+
+Use = Literal["read", "change", "fill"]  # of a state; fill: the old values are of no use
+Held = tuple[slice, dict[str, Tensor]]  # a part of what a rank updates, and its tensors
+Move = Callable[[int, list[Any], int], int]  # preadv or pwritev
 
 
 class StorageError(UserError):
@@ -40,118 +44,117 @@ class StorageError(UserError):
 
 
 class StatePart(NamedTuple):
-    """Elements `slice` of what this rank updates of a block; they begin at element `position` of
-    each file.
+    """Elements `slice` of what this rank updates of a block, from element `position` of each file
+    on. `number`: its place in the order in which steps use parts.
     """
 
     block: Block
     slice: slice
     position: int
+    number: int
 
     @property
     def size(self) -> int:
         return self.slice.stop - self.slice.start
 
 
-@dataclass
 class Slot:
-    """Room for a part: page-aligned memory for each kind of tensor, and what is still being done
-    with it.
+    """Room for a part: page-aligned memory for each kind of tensor, and a thread that reads and
+    writes there in the order in which it was asked to.
     """
 
-    memory: dict[str, mmap.mmap]
-    work: list[Future] = field(default_factory=list)
+    def __init__(self, memory: dict[str, mmap.mmap]):
+        self.memory = memory
+        self.thread = ThreadPoolExecutor(1, "optimizer-files")
+        self.work: list[Future] = []
+        # the number of the part that is here when all work is done, and its kinds
+        self.content: tuple[int, tuple[str, ...]] | None = None
 
 
 class StateFiles:
     """What a rank keeps of some blocks, by kind: tensors of `dtypes`, zero at first. One part is in
     use at a time.
 
-    Raises StorageError where the folder cannot hold it; later, when something cannot be read or
-    written, and from then on always: it is lost.
+    A part always passes through the same slot of the ring, whose thread does one thing after the
+    other: what is read of a part is what was written last. Raises StorageError where the folder
+    cannot hold it; later, when something cannot be read or written, and from then on always: it is
+    lost.
     """
 
     def __init__(self, folder: str | Path, blocks: Sequence[Block], dtypes: dict[str, torch.dtype]):
         self.folder, self.dtypes = Path(folder), dtypes
         self.fault: StorageError | None = None
-        lengths, size = {block: block.own[1] - block.own[0] for block in blocks}, 0
-        self.parts: dict[Block, list[StatePart]] = {}
-        for block, length in lengths.items():
+        self.parts: dict[Block, list[StatePart]] = {block: [] for block in blocks}
+        self.order: list[StatePart] = []
+        lengths = [block.own[1] - block.own[0] for block in blocks]
+        size = 0
+        for block, length in zip(blocks, lengths):
             # Parts lie in the files in the order in which steps use them, so reads are sequential.
-            self.parts[block] = [
-                StatePart(block, slice(at, min(at + PART, length)), size + at)
-                for at in range(0, length, PART)
-            ]
+            for at in range(0, length, PART):
+                elements = slice(at, min(at + PART, length))
+                part = StatePart(block, elements, size + at, len(self.order))
+                self.parts[block].append(part)
+                self.order.append(part)
             size += in_pages(length)
-        self.order = [part for parts in self.parts.values() for part in parts]
         self.files = self._make(size)
-        room = part_room(list(lengths.values()))
+        room = part_room(lengths)
         # The ring is all the host memory that this takes: one part in use, the others on their way.
         self.ring = [
             Slot({kind: _aligned(room * dtype.itemsize) for kind, dtype in dtypes.items()})
             for _ in range(SLOTS)
         ]
-        self.threads = ThreadPoolExecutor(WORKERS, "optimizer-files")
-        # the parts that come one after the other, each in the ring's next slot
-        self.plan: list[StatePart] = []
-        self.at, self.using = 0, False  # which of them comes next, or is in use
-        self.kinds: tuple[str, ...] = ()
-        self.reads = False  # or are they filled in
 
     def __del__(self):
         for file, _ in getattr(self, "files", {}).values():
             os.close(file)
 
+    def pieces(self, block: Block, kinds: Sequence[str], use: Use) -> Iterator[Held]:
+        """The parts of a block one after the other, with their tensors of these kinds."""
+        for part in self.parts[block]:
+            yield part.slice, self.use(part, tuple(kinds), read=use != "fill")
+            if use != "read":
+                self.write(part)
+
+    def boxes(self, block: Block, kind: str) -> Iterator[tuple[Box, FileTensor]]:
+        """The parts of logical tensors in a block's tensor of this kind."""
+        for part in self.parts[block]:
+            # The views of a part, without its memory: it is read when a checkpoint asks for it.
+            like = torch.empty(part.size, dtype=self.dtypes[kind], device="meta")
+            for box, view in block.boxes(like, part.slice):
+                yield box, FileTensor(self, part, kind, view)
+
     def use(
         self, part: StatePart, kinds: tuple[str, ...], *, read: bool = True
     ) -> dict[str, Tensor]:
-        """The part's tensors of these kinds, or zeros to be filled in; the caller's until `done` or
-        the next use. Those that follow in `order` are on their way when it returns: in this order
-        there is no waiting but for the disk.
+        """The part's tensors of these kinds, or zeros to be filled in; the caller's until the next
+        use. Those that follow in `order` are on their way when it returns: in this order there is
+        no waiting but for the disk.
         """
-        expected = (self.kinds, self.reads) == (kinds, read)
-        # The part before is released; its slot may be read into.
-        if self.using and not (expected and read and self.plan[self.at] is part):
-            self.done()
-        # Out of order, such as for a checkpoint of one tensor: what was read ahead is of no use.
-        if not (expected and self.at < len(self.plan) and self.plan[self.at] is part):
-            self.expect(kinds, part, read=read)
-        slot = self.ring[self.at % SLOTS]
-        self._wait(slot)
-        self.using = True
+        slot = self.ring[part.number % SLOTS]
+        if read:
+            self.expect(kinds, part.number)
+        self.wait(slot)
+        slot.content = part.number, kinds
         found = {
             kind: torch.frombuffer(slot.memory[kind], dtype=self.dtypes[kind], count=part.size)
             for kind in kinds
         }
         return found if read else {kind: tensor.zero_() for kind, tensor in found.items()}
 
-    def done(self, *, changed: bool = False) -> None:
-        """The part in use is no longer; `changed`: its files get it as it is now."""
-        part, coming = (
-            self.plan[self.at],
-            self.plan[self.at + SLOTS : self.at + SLOTS + 1] if self.reads else [],
-        )
-        self._start(self.ring[self.at % SLOTS], part if changed else None, *coming)
-        self.at, self.using = self.at + 1, False
+    def write(self, part: StatePart) -> None:
+        """The files get the part in use as it is now."""
+        slot = self.ring[part.number % SLOTS]
+        _, kinds = slot.content
+        slot.work.append(slot.thread.submit(self._move, slot, os.pwritev, part, kinds))
 
-    def expect(
-        self, kinds: tuple[str, ...], first: StatePart | None = None, *, read: bool = True
-    ) -> None:
-        """All parts, or those from one on, will be used in order: begin to read, when the files
-        hold all that was written.
-        """
-        # Files must hold what was written before they are read again.
-        for slot in self.ring:
-            self._wait(slot)
-        self.plan, self.kinds, self.reads = (
-            self.order[0 if first is None else self.order.index(first) :],
-            kinds,
-            read,
-        )
-        self.at, self.using = 0, False
-        if read:
-            for slot, part in zip(self.ring, self.plan):
-                self._start(slot, None, part)
+    def expect(self, kinds: tuple[str, ...], first: int = 0) -> None:
+        """Parts will be used in order, from number `first` on: read as many as there is room for."""
+        for part in self.order[first : first + SLOTS]:
+            slot = self.ring[part.number % SLOTS]
+            # What has been read ahead for another order is of no use.
+            if slot.content != (part.number, kinds):
+                slot.content = part.number, kinds
+                slot.work.append(slot.thread.submit(self._move, slot, os.preadv, part, kinds))
 
     # ---- the disk
 
@@ -180,30 +183,19 @@ class StateFiles:
                 f"{error.strerror}; {fix}"
             ) from error
 
-    def _start(self, slot: Slot, out: StatePart | None, coming: StatePart | None = None) -> None:
-        """Write a part from a slot, then read one into it."""
-        assert not slot.work
-        if out is not None or coming is not None:
-            slot.work = [
-                self.threads.submit(self._move, kind, slot.memory[kind], out, coming)
-                for kind in self.kinds
-            ]
+    def _move(self, slot: Slot, move: Move, part: StatePart, kinds: tuple[str, ...]) -> None:
+        for kind in kinds:
+            (file, direct), item = self.files[kind], self.dtypes[kind].itemsize
+            # Whole pages: O_DIRECT takes nothing else. The padding is never used.
+            data = memoryview(slot.memory[kind])[: in_pages(part.size) * item]
+            start = part.position * item
+            _all(move, file, data, start)
+            if not direct:
+                # Else the page cache would hold a copy of all that the ring has passed through.
+                os.posix_fadvise(file, start, len(data), os.POSIX_FADV_DONTNEED)
 
-    def _move(
-        self, kind: str, memory: mmap.mmap, out: StatePart | None, coming: StatePart | None
-    ) -> None:
-        (file, direct), item = self.files[kind], self.dtypes[kind].itemsize
-        for part, move in ((out, os.pwritev), (coming, os.preadv)):
-            if part is not None:
-                # Whole pages: O_DIRECT takes nothing else. The padding is never used.
-                data, start = memoryview(memory)[: in_pages(part.size) * item], part.position * item
-                _all(move, file, data, start)
-                if not direct:
-                    # Else the page cache would hold a copy of all that the ring has passed through.
-                    os.posix_fadvise(file, start, len(data), os.POSIX_FADV_DONTNEED)
-
-    def _wait(self, slot: Slot) -> None:
-        """Until nothing is being done with it."""
+    def wait(self, slot: Slot) -> None:
+        """Wait until all reads and writes of a slot are done."""
         work, slot.work = slot.work, []
         for each in work:
             try:
@@ -298,9 +290,7 @@ def _aligned(size: int) -> mmap.mmap:
     return memory
 
 
-def _all(
-    move: Callable[[int, list[Any], int], int], file: int, data: memoryview, start: int
-) -> None:
+def _all(move: Move, file: int, data: memoryview, start: int) -> None:
     """preadv or pwritev all of `data`. Raises OSError."""
     while len(data):
         # A read or write may be cut short by a signal.

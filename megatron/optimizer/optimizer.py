@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from megatron.kernels import apex, grad_norm
 from megatron.model.gpt import layer_names
 from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
-from megatron.model.spec import Box, Holder, holders
+from megatron.model.spec import Box, Holder, Multipliers, holders
 from megatron.optimizer.lr_schedule import StepRates
-from megatron.optimizer.nvme import FileTensor, StateFiles
+from megatron.optimizer.nvme import FileTensor, Held, StateFiles, Use
 from megatron.optimizer.offload import HostSteps
 from megatron.optimizer.update import StepScalars, UpdateRule, rules_of
 from megatron.parallel.blocks import UNTRAINED, Block, Segment, accumulation_dtype
@@ -33,8 +33,8 @@ from megatron.parallel.zero import Zero
 MASTER = "master"  # next to the names of the rule's states: what is kept of a block
 PIECE = 1 << 18  # elements widened to float64 at once on a CPU: two megabytes, in cache
 PIECE_CUDA = 1 << 20
-Use = Literal["read", "change", "fill"]  # of a state; fill: the old values are of no use
-Held = tuple[slice, dict[str, Tensor]]  # a part of what a rank updates, and its tensors
+Fill = Callable[[list[tuple[Box, Tensor]]], None]  # gives the tensors of boxes new values
+Scalars = dict[Multipliers, StepScalars]  # of one step, by what tensors declare
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,6 @@ class StepOutcome:
 
     grad_norm: Tensor  # before clipping, float64
     skipped: Tensor  # 1.0 where the step was skipped
-
-
-class StepNumbers(NamedTuple):
-    """What the updates of all blocks in one step have in common."""
-
-    rates: StepRates  # each tensor takes the one that it declares
-    steps_before: Tensor
-    coefficient: Tensor  # of the gradient
-    found_inf: Tensor  # 1 to leave everything as it is
 
 
 class Optimizer:
@@ -86,18 +77,15 @@ class Optimizer:
         if in_files := [block for block in blocks if block.in_files]:
             folder = config.optimizer.optimizer_nvme_offload
             self.files = StateFiles(folder, in_files, {MASTER: self.wide, **dtypes})
-        self.states = {block: self._state_of(block, dtypes) for block in blocks}
+        # The rest is in the memory of the device or of the host, at all times.
+        self.states: dict[Block, dict[str, Tensor]] = {}
+        for block in blocks:
+            self.states[block] = {} if block.in_files else {MASTER: block.master}
+            if block.trained and not block.in_files:
+                for name, dtype in dtypes.items():
+                    self.states[block][name] = torch.zeros_like(block.master, dtype=dtype)
+        self.multipliers = {each for block in self.trained for _, each in block.layout.ranges}
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
-
-    def _state_of(self, block: Block, dtypes: dict[str, torch.dtype]) -> BlockState:
-        """Master weights and moments, zeros of `dtypes`, where the block has them."""
-        if block.in_files:
-            return StateInFiles(block, self.files)
-        # A frozen block has weights and no states.
-        tensors = {MASTER: block.master}
-        for name, dtype in dtypes.items() if block.trained else ():
-            tensors[name] = torch.zeros_like(block.master, dtype=dtype)
-        return BlockState(block, tensors)
 
     def initialise(self) -> None:
         """Fill the master weights from the seed and all-gather them."""
@@ -108,7 +96,7 @@ class Optimizer:
 
         self.fill_weights(fill)
 
-    def fill_weights(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
+    def fill_weights(self, fill: Fill) -> None:
         """Give the master weights new values, as many boxes of `weight_boxes` at a time as are in
         memory together, and all-gather them.
         """
@@ -125,36 +113,42 @@ class Optimizer:
             if self.zero is not None and self.zero.gathers_updates:
                 self.zero.all_gather_weights(block)
 
-    def fill_states(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
+    def fill_states(self, fill: Fill) -> None:
         """Give the optimizer's tensors new values, as many boxes of `state_boxes` at a time as are
         in memory together.
         """
         self._fill(self.state_names, self.trained, fill)
 
-    def _fill(
-        self,
-        kinds: Sequence[str],
-        blocks: Sequence[Block],
-        fill: Callable[[list[tuple[Box, Tensor]]], None],
-    ) -> None:
+    def _fill(self, kinds: Sequence[str], blocks: Sequence[Block], fill: Fill) -> None:
         in_memory = [block for block in blocks if not block.in_files]
         fill(list(self._boxes(kinds, in_memory)))  # type: ignore[arg-type]  # these are tensors
-        for kind in kinds:
-            for block in blocks:
-                if not block.in_files:
-                    continue
-                for piece, held in self.states[block].pieces((kind,), "fill"):
-                    fill([(_named(box, kind), x) for box, x in block.boxes(held[kind], piece)])
-                    if kind == MASTER:
-                        block.rounded[piece].copy_(held[kind])
+        for kind, block in product(kinds, blocks):
+            if not block.in_files:
+                continue
+            for piece, held in self.pieces(block, (kind,), "fill"):
+                fill([(_named(box, kind), x) for box, x in block.boxes(held[kind], piece)])
+                if kind == MASTER:
+                    block.rounded[piece].copy_(held[kind])
+
+    def pieces(self, block: Block, kinds: Sequence[str], use: Use) -> Iterable[Held]:
+        """What is in memory at a time of what this rank updates of a block, with its tensors of
+        `kinds`, MASTER or names of states: the caller's until it asks for the next.
+        """
+        if block.in_files:
+            return self.files.pieces(block, kinds, use)
+        first, last = block.own
+        return [(slice(0, last - first), self.states[block])]
 
     def _boxes(
         self, kinds: Sequence[str], blocks: Sequence[Block]
     ) -> Iterator[tuple[Box, Tensor | FileTensor]]:
-        for kind in kinds:
-            for block in blocks:
-                for box, view in self.states[block].boxes(kind):
-                    yield _named(box, kind), view
+        for kind, block in product(kinds, blocks):
+            if block.in_files:
+                found = self.files.boxes(block, kind)
+            else:
+                found = block.boxes(self.states[block][kind])
+            for box, view in found:
+                yield _named(box, kind), view
 
     def drop_gradients(self) -> None:
         """Before a step: no gradient is left of the one before, but where a step on the host has
@@ -233,19 +227,36 @@ class Optimizer:
         coefficient = (clip * grad_scale).to(self.wide)
         if not self.skip_decided_on_device and found_inf.item():
             return StepOutcome(norm, found_inf)
+        number = self.steps + 1
+        # Kernels that divide the gradient take an fp32 scalar.
+        divisor = 1 / coefficient if self.wide == torch.float32 else None
 
-        # 2. Steps on the host are handed over: each is made when the next forward pass needs it.
-        numbers = StepNumbers(rates, self.steps, coefficient, found_inf)
+        # 2. What a segment's update takes follows from what its tensors declare.
+        scalars = {
+            each: StepScalars(
+                lr=(rates.decoupled if each.decoupled_lr else rates.base) * each.lr,
+                weight_decay=rates.weight_decay * each.weight_decay,
+                eps=self.config.optimizer.adam_eps * each.eps,
+                steps_before=self.steps,
+                number=number,
+                coefficient=coefficient,
+                divisor=divisor,
+                found_inf=found_inf,
+            )
+            for each in self.multipliers
+        }
+
+        # 3. Steps on the host are handed over: each is made when the next forward pass needs it.
         assert not self.waiting, "a step on the host that no forward pass has asked for"
         self.waiting = {block for block in self.trained if block.on_host}
         if self.waiting:
-            self._defer_host_steps(numbers)
+            self._defer_host_steps(scalars)
 
-        # 3. Steps on the device. Weights leave for other ranks while the next block is updated.
+        # 4. Steps on the device. Weights leave for other ranks while the next block is updated.
         for block in self.trained:
             if block.on_host:
                 continue
-            self._update(self.rule, block, numbers, block.grad_shard, block.rounded)
+            self._update(self.rule, block, scalars, block.grad_shard, block.rounded)
             if not self.keeps_gradients:
                 block.drop()
             if self.zero is not None and self.zero.gathers_updates:
@@ -253,23 +264,25 @@ class Optimizer:
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf)
 
-    def _defer_host_steps(self, numbers: StepNumbers) -> None:
+    def _defer_host_steps(self, scalars: Scalars) -> None:
         """Hand over the steps of blocks on the host."""
         # Gradients may cross to the host from here on; the scalars have to be there before the
         # first step.
         self.host.begin()
         if self.files is not None:
             self.files.expect(tuple(self.files.dtypes))
-        # A copy of the step count, which moves on before the last block is stepped.
-        numbers = numbers._replace(
-            steps_before=self.steps.to("cpu", copy=True),
-            coefficient=numbers.coefficient.cpu(),
-            found_inf=numbers.found_inf.cpu(),
-        )
+        # Copies: the step count moves on before the last block is stepped.
+        any_scalars = next(iter(scalars.values()))._asdict()
+        copies = {
+            name: value.to("cpu", copy=True)
+            for name, value in any_scalars.items()
+            if isinstance(value, Tensor)
+        }
+        scalars = {each: at._replace(**copies) for each, at in scalars.items()}
         for block in self.trained:
             if not block.on_host:
                 continue
-            update = partial(self._update, self.host_rule, block, numbers)
+            update = partial(self._update, self.host_rule, block, scalars)
             step = partial(self._step_on_host, block, update)
             if self.zero is None:
                 step()
@@ -277,35 +290,19 @@ class Optimizer:
                 self.zero.defer(block, step)
 
     def _update(
-        self,
-        rule: UpdateRule,
-        block: Block,
-        numbers: StepNumbers,
-        grad: Tensor,
-        out: Tensor | None,
+        self, rule: UpdateRule, block: Block, scalars: Scalars, grad: Tensor, out: Tensor | None
     ) -> None:
         """Step a block: piece by piece of what is in memory, segment by segment of what is updated
-        alike.
+        alike, each by one pass of the kernel.
         """
-        rates = numbers.rates
-        for piece, held in self.states[block].pieces((MASTER, *self.state_names), "change"):
-            # Learning rate, decay and epsilon are the same in a segment: one pass of the kernel for
-            # each.
+        for piece, held in self.pieces(block, (MASTER, *self.state_names), "change"):
             near, rounded = grad[piece], None if out is None else out[piece]
             segments = block.segments(piece) if block.in_files else self.segments[block]
             for part, multipliers in segments:
-                lr = rates.decoupled if multipliers.decoupled_lr else rates.base
-                scalars = StepScalars(
-                    lr=lr * multipliers.lr,
-                    weight_decay=rates.weight_decay * multipliers.weight_decay,
-                    eps=rule.config.adam_eps * multipliers.eps,
-                    steps_before=numbers.steps_before,
-                    coefficient=numbers.coefficient,
-                    found_inf=numbers.found_inf,
-                )
                 states = {name: held[name][part] for name in self.state_names}
                 out_part = None if rounded is None else rounded[part]
-                rule.apply(held[MASTER][part], near[part], states, scalars, out_part)
+                at = scalars[multipliers]
+                rule.apply(held[MASTER][part], near[part], states, at, out_part)
 
     @torch.no_grad()
     def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor | None], None]) -> None:
@@ -359,7 +356,7 @@ class Optimizer:
             if block.layout.group == UNTRAINED:
                 continue
             # Frozen weights are counted too; what is kept with the weights and not trained is not.
-            for piece, held in self.states[block].pieces((MASTER,), "read"):
+            for piece, held in self.pieces(block, (MASTER,), "read"):
                 for part in block.counted(self.groups, piece):
                     yield block, held[MASTER][part]
 
@@ -406,48 +403,3 @@ def sum_of_squares(
             wide = piece.double()
             total = total + torch.dot(wide, wide)
     return total
-
-
-# ---- what is kept of one block: `kind` is MASTER or the name of one of the rule's states
-
-
-class BlockState:
-    """State in the memory of the device, or of the host. `tensors`, by kind: those that are in
-    memory all the time.
-    """
-
-    def __init__(self, block: Block, tensors: dict[str, Tensor]):
-        self.block, self.tensors = block, tensors
-
-    def pieces(self, kinds: Sequence[str], use: Use) -> Iterable[Held]:
-        """What is in memory at a time of what this rank updates of the block, with its tensors of
-        these kinds: theirs until the next is asked for.
-        """
-        first, last = self.block.own
-        return [(slice(0, last - first), self.tensors)]
-
-    def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor | FileTensor]]:
-        """The parts of logical tensors in the tensor of this kind, each with what a checkpoint
-        reads it from.
-        """
-        return self.block.boxes(self.tensors[kind])
-
-
-class StateInFiles(BlockState):
-    """State in files of the host, used piece by piece."""
-
-    def __init__(self, block: Block, files: StateFiles):
-        super().__init__(block, {})
-        self.files = files
-
-    def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Held]:
-        for part in self.files.parts[self.block]:
-            yield part.slice, self.files.use(part, tuple(kinds), read=use != "fill")
-            self.files.done(changed=use != "read")
-
-    def boxes(self, kind: str) -> Iterator[tuple[Box, FileTensor]]:
-        for part in self.files.parts[self.block]:
-            # The views of a part, without its memory: it is read when a checkpoint asks for it.
-            like = torch.empty(part.size, dtype=self.files.dtypes[kind], device="meta")
-            for box, view in self.block.boxes(like, part.slice):
-                yield box, FileTensor(self.files, part, kind, view)

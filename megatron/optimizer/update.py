@@ -34,12 +34,11 @@ class StepScalars(NamedTuple):
     weight_decay: float
     eps: float
     steps_before: Tensor  # fp32
+    number: Tensor  # of this step: steps_before + 1
     coefficient: Tensor  # of the gradient, in the precision of the master weights
+    # 1 / coefficient, for a kernel that scales the gradient itself; None in float64
+    divisor: Tensor | None
     found_inf: Tensor  # 1 to leave everything as it is
-    number: Tensor | None = None  # of this step: steps_before + 1
-    divisor: Tensor | None = (
-        None  # of the gradient, for a kernel that scales it; None: it is scaled
-    )
 
 
 @dataclass
@@ -53,7 +52,7 @@ class Implementation:
 
     step: Callable[..., None]
     takes_segments: bool = False
-    scales_grad: bool = False  # multiplies the gradient by an fp32 coefficient itself
+    scales_grad: bool = False  # divides the gradient by an fp32 divisor itself
     skips_on_device: bool = False  # reads found_inf, so that the host need not
     on_host: str | None = None  # the implementation for state in host memory, if it is another
 
@@ -105,10 +104,8 @@ class UpdateRule:
             implementation.step(self.config, master, *stored, out, at)
             return
 
-        # A kernel that divides the gradient by a scalar saves one pass over it; float64 runs
-        # multiply first, as its scalar is fp32.
-        scales = implementation.scales_grad and at.coefficient.dtype == torch.float32
-        at = at._replace(number=at.steps_before + 1, divisor=1 / at.coefficient if scales else None)
+        # A kernel that divides the gradient by a scalar saves one pass over it.
+        is_scaled = implementation.scales_grad and at.divisor is not None
 
         # Update piece by piece, so that what is widened stays in cache.
         size = PIECE_CUDA if master.is_cuda else PIECE
@@ -120,7 +117,7 @@ class UpdateRule:
             pieces = [buffer[part] for buffer in stored]
             # in the master's precision, whatever the others are stored in
             wide = _widened(pieces, scratch) if scratch else pieces
-            if at.divisor is None:
+            if not is_scaled:
                 wide[0].mul_(at.coefficient)
             implementation.step(self.config, weight, *wide, at)
             if out is not None:

@@ -209,14 +209,17 @@ def kill_once(
         dead.kill()
         for process in processes:
             process.join(PATIENCE)
+        # before those that still wait are killed
+        codes = [process.exitcode for process in processes if process is not dead]
         while line := shown.line(0):
             outcome.take(line)
     finally:
         os.close(read_end)
         for process in processes:
             process.kill()
+            process.join()
     assert dead.exitcode == -signal.SIGKILL, "the victim ended by itself: see its traceback above"
-    outcome.judge_ends([process.exitcode for process in processes if process is not dead])
+    outcome.judge_ends(codes)
     outcome.judge_errors(bool(writers))
     return outcome
 

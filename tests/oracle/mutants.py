@@ -460,9 +460,9 @@ weight decay that stays at its start | mixed-5
 a cosine of weight decay for which a line is asked and the other way round | mixed-8
     CHANGES[self.weight_decay_style] => CHANGES[
         {"linear": "cosine", "cosine": "linear"}.get(self.weight_decay_style, "constant")]
-= megatron/optimizer/optimizer.py Optimizer._update
+= megatron/optimizer/optimizer.py Optimizer.step
 embedding and head at the rate of all else | decoupled-tied
-    rates.decoupled if multipliers.decoupled_lr else rates.base => rates.base
+    rates.decoupled if each.decoupled_lr else rates.base => rates.base
 = megatron/model/layer.py TransformerLayer._learned_positions
 learned positions at the rate of the word embedding | decoupled-tied
     grad_sum=grad_sum => grad_sum=grad_sum, multipliers=Multipliers(decoupled_lr=True)

@@ -173,7 +173,7 @@ def published_weights_are_the_masters(run: loop.Run) -> None:
     """What the model computes with is the masters, rounded."""
     for block in run.optimizer.blocks:
         for piece, held in (
-            run.optimizer.states[block].pieces(("master",), "read") if block.zero_stage < 3 else ()
+            run.optimizer.pieces(block, ("master",), "read") if block.zero_stage < 3 else ()
         ):
             assert torch.equal(
                 block.weight[block.own_slice][piece], held["master"].to(block.weight)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.config.groups import Config
 from megatron.distributed.groups import Groups
-from megatron.optimizer.optimizer import BlockState
+from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import Block
 from megatron.parallel.layer_runner import Graph
 from megatron.training.profile import profile_folder, write_snapshot
@@ -172,8 +172,9 @@ def _reachable() -> list[Buffer]:
             others.append(("tensor", thing))
         elif issubclass(kind, Block):
             buffers += _of_block(thing)
-        elif kind is BlockState:
-            buffers += [(f"{name} of {thing.block.name}", x) for name, x in thing.tensors.items()]
+        elif issubclass(kind, Optimizer):
+            for block, tensors in thing.states.items():
+                buffers += [(f"{name} of {block.name}", x) for name, x in tensors.items()]
         elif kind is Graph:
             nodes += [edge.node for edge in thing.edges]
     return [*buffers, *_kept_by_autograd(nodes), *others]

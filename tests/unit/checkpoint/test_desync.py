@@ -29,7 +29,7 @@ def flip(optimizer: Optimizer, kind: str, tensor: str) -> None:
     same again undoes it.
     """
     for block in optimizer.blocks:
-        held = optimizer.states[block].tensors
+        held = optimizer.states[block]
         buffer, first = (
             (block.weight, 0)
             if kind == "weights"

@@ -52,7 +52,7 @@ def offloaded(flags: tuple[str, ...]) -> tuple[Outcome, int]:
         for block in run.optimizer.blocks:
             assert block.offloaded == (block.on_host or not block.trained) and block.is_released
             assert block.offloaded or block.rounded is None
-            for piece, held in run.optimizer.states[block].pieces(("master",), "read"):
+            for piece, held in run.optimizer.pieces(block, ("master",), "read"):
                 assert torch.equal(
                     block.gathered_from[piece].to(block.weight), held["master"].to(block.weight)
                 )

@@ -50,12 +50,15 @@ def gradient(size, step, dtype=FP32):
 
 
 def apply(rule, master, grad, states, step, out=None, found_inf=0.0, coefficient=COEFFICIENT):
+    scale = torch.tensor(coefficient, dtype=master.dtype)
     at = StepScalars(
         lr=LR,
         weight_decay=DECAY,
         eps=rule.config.adam_eps,
         steps_before=torch.tensor(float(step)),
-        coefficient=torch.tensor(coefficient, dtype=master.dtype),
+        number=torch.tensor(step + 1.0),
+        coefficient=scale,
+        divisor=1 / scale,
         found_inf=torch.tensor(found_inf),
     )
     rule.apply(master, grad, states, at, out)

@@ -81,14 +81,14 @@ def measure(
         states = [
             kept
             for block in run.optimizer.trained
-            for kind, kept in run.optimizer.states[block].tensors.items()
+            for kind, kept in run.optimizer.states[block].items()
             if kind != "master"
         ]
         stepped = [
             tensor
             for block in run.optimizer.trained
             if block.on_host
-            for tensor in run.optimizer.states[block].tensors.values()
+            for tensor in run.optimizer.states[block].values()
         ]
         live.own(run.zero.blocks, states, slots=run.zero.zero_stage >= 2, host=[*stepped, *hosted])
         spans["start"].append(live.mark())

@@ -81,6 +81,7 @@ MODELS = {
 OVERFLOWS = "--clip-grad 0 --fp16 --initial-loss-scale 1024 --loss-scale-window 3"
 BITS = [  # data-parallel ranks, model, flags, patches
     (2, "tied", "--clip-grad 0", ()),
+    (2, "tied", "--clip-grad 1e3", ()),
     (4, "untied", "--clip-grad 1e3", ()),
     (2, "untied", "--clip-grad 0 --bf16", ()),
     (2, "tied", OVERFLOWS, ("overflow",)),
