@@ -77,13 +77,7 @@ class Optimizer:
         if in_files := [block for block in blocks if block.in_files]:
             folder = config.optimizer.optimizer_nvme_offload
             self.files = StateFiles(folder, in_files, {MASTER: self.wide, **dtypes})
-        # The rest is in the memory of the device or of the host, at all times.
-        self.states: dict[Block, dict[str, Tensor]] = {}
-        for block in blocks:
-            self.states[block] = {} if block.in_files else {MASTER: block.master}
-            if block.trained and not block.in_files:
-                for name, dtype in dtypes.items():
-                    self.states[block][name] = torch.zeros_like(block.master, dtype=dtype)
+        self.states = {block: state_in_memory(block, dtypes) for block in blocks}
         self.multipliers = {each for block in self.trained for _, each in block.layout.ranges}
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
@@ -222,26 +216,24 @@ class Optimizer:
         # 1. One factor unscales, normalizes and clips; a NaN or Inf anywhere is in the norm.
         norm = grad_sq_sum.sqrt() * grad_scale
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
-        clip_grad = self.config.optimizer.clip_grad
-        clip = (clip_grad / (norm + 1e-6)).clamp(max=1.0) if clip_grad > 0 else norm.new_ones(())
+        flags = self.config.optimizer
+        clip = norm.new_ones(())
+        if flags.clip_grad > 0:
+            clip = (flags.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         coefficient = (clip * grad_scale).to(self.wide)
         if not self.skip_decided_on_device and found_inf.item():
             return StepOutcome(norm, found_inf)
-        number = self.steps + 1
-        # Kernels that divide the gradient take an fp32 scalar.
-        divisor = 1 / coefficient if self.wide == torch.float32 else None
 
-        # 2. What a segment's update takes follows from what its tensors declare.
+        # 2. What a segment's update takes follows from what its tensors declare. Kernels that
+        # divide the gradient take an fp32 scalar.
+        divisor = 1 / coefficient if self.wide == torch.float32 else None
+        numbers = self.steps, self.steps + 1, coefficient, divisor, found_inf
         scalars = {
             each: StepScalars(
-                lr=(rates.decoupled if each.decoupled_lr else rates.base) * each.lr,
-                weight_decay=rates.weight_decay * each.weight_decay,
-                eps=self.config.optimizer.adam_eps * each.eps,
-                steps_before=self.steps,
-                number=number,
-                coefficient=coefficient,
-                divisor=divisor,
-                found_inf=found_inf,
+                (rates.decoupled if each.decoupled_lr else rates.base) * each.lr,
+                rates.weight_decay * each.weight_decay,
+                flags.adam_eps * each.eps,
+                *numbers,
             )
             for each in self.multipliers
         }
@@ -371,6 +363,17 @@ class Optimizer:
                 if self.owns(box):
                     count += (box.view(view) == 0).sum()
         return count
+
+
+def state_in_memory(block: Block, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    """The master weights and states of a block, zeros of `dtypes`, that are in memory all the
+    time; nothing where files have them. A frozen block has weights and no states.
+    """
+    if block.in_files:
+        return {}
+    states = dtypes if block.trained else {}
+    found = {name: torch.zeros_like(block.master, dtype=dtype) for name, dtype in states.items()}
+    return {MASTER: block.master, **found}
 
 
 def _named(box: Box, kind: str) -> Box:

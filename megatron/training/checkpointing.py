@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.checkpoint.commit import Policy, not_writable
 from megatron.checkpoint.desync import DesyncCheck
 from megatron.checkpoint.lease import Lease, take_lease
-from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id
-from megatron.checkpoint.local.rebuild import LocalCheckpoint
+from megatron.checkpoint.local.checkpoints import LocalCheckpoint, LocalCheckpoints
+from megatron.checkpoint.local.nodes import adopt_run_id
 from megatron.checkpoint.manager import CheckpointManager, Saved, staging_bytes
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks

@@ -20,8 +20,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.checkpoint import manifest, writer  # noqa: E402
-from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id  # noqa: E402
-from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
+from megatron.checkpoint.local.checkpoints import LocalCheckpoint, LocalCheckpoints  # noqa: E402
+from megatron.checkpoint.local.nodes import adopt_run_id  # noqa: E402
 from megatron.checkpoint.manager import CheckpointManager, staging_bytes  # noqa: E402
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402

@@ -164,6 +164,7 @@ def _reachable() -> list[Buffer]:
     # The collector knows every object: a run's blocks, states and graphs are found without a
     # registry.
     buffers: list[Buffer] = []
+    states: list[Buffer] = []  # master weights may be views of a block's
     nodes: list[Any] = []
     others: list[Buffer] = []
     for thing in gc.get_objects():
@@ -174,10 +175,10 @@ def _reachable() -> list[Buffer]:
             buffers += _of_block(thing)
         elif issubclass(kind, Optimizer):
             for block, tensors in thing.states.items():
-                buffers += [(f"{name} of {block.name}", x) for name, x in tensors.items()]
+                states += [(f"{name} of {block.name}", x) for name, x in tensors.items()]
         elif kind is Graph:
             nodes += [edge.node for edge in thing.edges]
-    return [*buffers, *_kept_by_autograd(nodes), *others]
+    return [*buffers, *states, *_kept_by_autograd(nodes), *others]
 
 
 def _of_block(block: Block) -> list[Buffer]:

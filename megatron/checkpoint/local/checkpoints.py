@@ -1,39 +1,118 @@
-"""A run's two tiers of checkpoints: those in a folder of each node, saved often, and those of
---save. All ranks call everything together.
+"""Checkpoints in a folder of each node, such as /dev/shm (docs/checkpoint.md, "Local checkpoints"):
+saved often, next to those of --save. All ranks call everything together.
+
+`<root>/run-<id>/iter_0000010/` holds on every node the manifest of all shards, and the shards of
+the node's own ranks; with a partner those of the node before it, too; in an XOR group a parity
+block for each of its ranks, numbered after all shards. What a folder holds is whole; whether all
+nodes together hold all of it is found out at a restart.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megatron.checkpoint.files import GB
-from megatron.checkpoint.index import newest_first, read_manifest
-from megatron.checkpoint.local.nodes import RUN_FILE, find_nodes, forget_run, new_run, read_run
-from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local
-from megatron.checkpoint.local.saves import require_redundancy, require_space, save_local
-from megatron.checkpoint.manifest import CheckpointError, shard_file
+from megatron.checkpoint.commit import Attempt, in_words, trash_folder
+from megatron.checkpoint.files import (
+    GB,
+    GIB,
+    split_header,
+    sync_folder,
+    write_file,
+    write_shard_file,
+)
+from megatron.checkpoint.index import (
+    Head,
+    load_bytes,
+    newest_first,
+    read_head,
+    read_manifest,
+    verify_shard,
+)
+from megatron.checkpoint.local.nodes import (
+    RUN_FILE,
+    Nodes,
+    find_nodes,
+    is_same,
+    own_folder,
+    read_run,
+)
+from megatron.checkpoint.local.redundancy import (
+    Owner,
+    Stream,
+    exchange,
+    kept_bytes,
+    partner_copies,
+    stripes_in,
+    xor_block_header,
+    xor_blocks,
+    xor_groups_of,
+)
+from megatron.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_LIMIT,
+    CheckpointError,
+    decode_manifest,
+    encode_manifest,
+    iteration_folder,
+    list_iterations,
+    manifest_of,
+    shard_file,
+    table_digest,
+    table_file,
+    utc_now,
+)
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.writer import BoxTensor, shard_bytes
-from megatron.config.errors import UserError
+from megatron.checkpoint.writer import BoxTensor, not_empty, shard_bytes, write_shard
+from megatron.config.errors import UserError, some
 from megatron.config.input_files import JsonObject
+from megatron.model.spec import Box
 
 logger = logging.getLogger(__name__)
 
+NUM_KEPT = 2  # newest iterations that stay
+MAX_NAMED = 8  # shards or groups in one message
+
 
 class LocalCheckpoints:
-    """The local tier of a run. `redundancy`: --local-redundancy."""
+    """The local tier of a run. `redundancy`: --local-redundancy. Raises CheckpointError unless
+    every rank has a counterpart in the same place on another node, where it needs one.
+    """
 
     def __init__(self, root: str | Path, ranks: Ranks, redundancy: str):
-        self.nodes = find_nodes(root, ranks)
+        self.nodes = nodes = find_nodes(root, ranks)
         self.redundancy = redundancy
         self.run = ""  # its id, known when it saves
-        if redundancy != "none":
-            require_redundancy(self.nodes, redundancy)
+        if redundancy == "none":
+            return
+        flag = f"--local-redundancy {redundancy}"
+        sizes = [len(each) for each in nodes.members]
+        if len(sizes) == 1 or len(set(sizes)) > 1:
+            shown = ", ".join(f"{host} {size}" for host, size in zip(nodes.hosts, sizes))
+            raise CheckpointError(
+                f"{flag}: needs two or more nodes (ranks that see the same {nodes.root}) with the "
+                f"same number of ranks, found {shown}: start as many on each, or give "
+                "--local-redundancy none"
+            )
+        hosts = len(set(nodes.hosts))
+        if hosts < len(sizes):
+            logger.warning(
+                f"{flag}: {len(sizes)} folders {nodes.root} on {hosts} host(s): when a host is "
+                "lost, so may be several nodes"
+            )
+        if redundancy == "xor":
+            groups = some([str(len(group)) for group in xor_groups_of(len(sizes))], MAX_NAMED)
+            logger.info(f" {flag}: nodes in XOR groups of {groups}; one node of each may be lost")
 
     def newest(self, load: str, save: str | None, older: bool) -> Checkpoint | None:
         """The newest checkpoint of `load`, or of the local ones where `load` is the folder that the
@@ -42,8 +121,16 @@ class LocalCheckpoints:
         A local one of an iteration before the newest of `load` is taken when that is damaged and
         `older` allows it, else never. Raises as open_checkpoint.
         """
+        # 1. The run that continues, the newest iteration of `load`, and whether that was copied.
         ranks = self.nodes.ranks
-        run, shared, copied = ranks.from_first(lambda: _look(load, save))
+
+        def look() -> tuple[str | None, int, bool]:
+            resumes = is_same(load, save)
+            run = read_run(load) if resumes else None
+            copied = resumes and run is None and Path(load, RUN_FILE).exists()
+            return run, max(newest_first(Path(load))[0], default=-1), copied
+
+        run, newest, copied = ranks.from_first(look)
         if copied:
             logger.warning(
                 f"{load} was copied or moved, which makes it another run's: local "
@@ -52,11 +139,9 @@ class LocalCheckpoints:
         if run is None:
             return open_checkpoint(load, None, ranks, older)
 
-        # A local one that is as new as --load's newest is taken without opening that.
-        newest = max(shared, default=0)
+        # 2. A local one that is as new as --load's newest is taken without opening that.
         copies = self.redundancy == "partner"
         found = newest_local(self.nodes, run, 0 if older else newest, copies=copies)
-        checkpoint = None
         if found is None or found.iteration < newest:
             try:
                 checkpoint = open_checkpoint(load, None, ranks, older)
@@ -64,20 +149,42 @@ class LocalCheckpoints:
                 if found is None or not older:
                     raise
                 logger.warning(str(error))
-        if found is None or (checkpoint is not None and checkpoint.iteration > found.iteration):
-            return checkpoint
+                checkpoint = None
+            if found is None or (checkpoint and checkpoint.iteration > found.iteration):
+                return checkpoint
         damaged = ", which is not whole" if newest > found.iteration else ""
         logger.info(
             f" taking the local checkpoint of iteration {found.iteration} ({self.nodes.root}): "
-            f"--load {load} has {f'iteration {newest}' if shared else 'none'}{damaged}"
+            f"--load {load} has {f'iteration {newest}' if newest >= 0 else 'none'}{damaged}"
         )
         return LocalCheckpoint(found)
 
     def require_space(self, own_bytes: int, flushes: bool) -> None:
-        """Raise CheckpointError on every rank when a node has no space for the run's checkpoints,
-        `own_bytes` of this rank.
+        """Raise CheckpointError on every rank unless each node's folder has space for NUM_KEPT
+        checkpoints, the one that is being written and, with `flushes`, one that is still on its way
+        to --save. `own_bytes`: of this rank's shard. What this run has there counts as free.
         """
-        require_space(self.nodes, self.run, own_bytes, self.redundancy, flushes)
+        nodes = self.nodes
+        sizes = nodes.ranks.gather_or_raise(lambda: own_bytes)
+        one = kept_bytes(nodes.members, sizes, self.redundancy)[nodes.index]
+        count = NUM_KEPT + 1 + flushes
+
+        def check() -> None:
+            own = _size(nodes.run_folder(self.run))
+            free = shutil.disk_usage(nodes.root).free + own
+            if count * one <= free:
+                return
+            others = _size(nodes.root) - own
+            fix = ", or --local-redundancy none" if self.redundancy != "none" else ""
+            raise CheckpointError(
+                f"--local-checkpoint-dir {nodes.root} on {nodes.host}: {count} checkpoints "
+                f"({NUM_KEPT} kept, {count - NUM_KEPT} being written) of {one / GIB:.3g} GiB each "
+                f"need {count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free (other runs "
+                f"have {others / GIB:.3g} GiB there). Remove run-* no longer needed, give a larger "
+                f"folder{fix}"
+            )
+
+        nodes.ranks.gather_or_raise(lambda: check() if nodes.first else None)
 
     def save(
         self,
@@ -112,38 +219,458 @@ class LocalCheckpoints:
         return folder / shard_file(index), read_manifest(folder)["shards"][index]
 
 
-def _look(load: str, save: str | None) -> tuple[str | None, list[int], bool]:
-    """The run that continues, the iterations of `load`, and whether that folder has the id of
-    another run.
+def _size(folder: Path) -> int:
+    """Bytes of the files in a folder of folders, some of which may be removed at the same time;
+    a file with several names counts once, where all of them are there.
     """
-    resumes = _same(load, save)
-    run = read_run(load) if resumes else None
-    copied = resumes and run is None and Path(load, RUN_FILE).exists()
-    return run, newest_first(Path(load))[0], copied
+    size = 0
+    for base, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = os.lstat(Path(base, name))
+                size += 512 * status.st_blocks // status.st_nlink
+    return size
 
 
-def _same(load: str | None, save: str | None) -> bool:
-    return None not in (load, save) and os.path.realpath(load) == os.path.realpath(save)
+# ---- saving --------------------------------------------------------------------------------------
 
 
-def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> str:
-    """The run that saves to `save` from now on; its state was loaded from `load`. A run that
-    continues there keeps its id. Any other run gets a new one, so that it does not take the local
-    checkpoints of the one before. Empty when it saves nothing locally (`local`).
+def save_local(
+    nodes: Nodes,
+    run: str,
+    iteration: int,
+    tensors: Iterable[BoxTensor],
+    state: JsonObject,
+    redundancy: str = "none",
+) -> Path:
+    """Write iteration `iteration` of `run` on every node, and return the folder on this one;
+    `tensors` and `state` as for save_checkpoint.
+
+    An iteration that exists already is replaced; the newest one before this is kept, and all others
+    are removed, those of an abandoned later pass too. Raises UserError on every rank when anything
+    prevents the save on any; the checkpoints that were there are untouched by that.
+    """
+    pairs = not_empty(tensors)
+    with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
+        # 1. Every rank writes its shard.
+        where = attempt.folder, attempt.index, attempt.shards, iteration
+        gathered = attempt.gather_or_raise(
+            lambda: (write_shard(*where, pairs) | nodes.ranks.who if pairs else None, utc_now())
+        )
+        records = [entry for entry, _ in gathered if entry is not None]
+        content = manifest_of(iteration, attempt.name, records, state, gathered[0][1])
+        content["run"] = {"name": run}
+
+        # 2. Copies and parity blocks are made of what has been written.
+        owners = [record["rank"] for record in records]
+        streams: list[Stream] = []
+        if redundancy == "partner":
+            streams = partner_copies(nodes.members, records)
+        elif redundancy == "xor":
+            content["sets"], streams = xor_blocks(nodes.members, records)
+        if streams:
+            made = attempt.make(streams, records, owners.__getitem__, attempt.folder)
+        if redundancy == "xor":
+            content["parities"] = [made[block.number] for block in streams]
+
+        # 3. The same manifest on every node, then the name, then older ones go.
+        attempt.publish(encode_manifest(content))
+        attempt.gather_or_raise(attempt.thin)
+        return attempt.root / iteration_folder(iteration)
+
+
+class NodeAttempt(Attempt):
+    """A temporary folder on each node for one iteration that is to be `done` (saved, rebuilt,
+    read): made, and in the end removed, by the node's first rank.
     """
 
-    def first() -> str:
-        resumes = _same(load, save)
+    mode = 0o700
+
+    def __init__(
+        self, nodes: Nodes, run: str, iteration: int, done: str = "saved", **saved: Any
+    ) -> None:
+        self.nodes = nodes
+        explain = partial(_not_done, nodes.root, iteration, done)
+        super().__init__(nodes.run_folder(run), iteration, nodes.ranks, explain=explain, **saved)
+        self.makes = nodes.first
+
+    def _make_root(self) -> None:
+        own_folder(self.nodes.root)
+        self.root.mkdir(mode=self.mode, exist_ok=True)
+
+    def make(
+        self, streams: list[Stream], records: Sequence[JsonObject], owner: Owner, source: Path
+    ) -> dict[int, JsonObject]:
+        """Make files out of others, which rank `owner(number)` has in `source`; return their
+        entries by number. A file with an entry in `records` must become the same again.
+        """
+        made: list[tuple[int, JsonObject]] = []
+        blocks = {each.number for each in streams if each.is_block}
+
+        def write(number: int, pieces: Iterator[memoryview]) -> None:
+            header, data = xor_block_header(self.iteration, number), pieces
+            if number not in blocks:
+                header, data = split_header(pieces, shard_file(number))
+            entry = write_shard_file(self.folder, number, header, data)
+            if number < len(records) and not entry.items() <= records[number].items():
+                raise CheckpointError(f"{self.folder}: {shard_file(number)} is not what was saved")
+            made.append((number, entry))
+
+        def carry_out() -> list[tuple[int, JsonObject]]:
+            exchange(streams, self.ranks, owner, source, write)
+            return made
+
+        return {number: entry for each in self.gather_or_raise(carry_out) for number, entry in each}
+
+    def publish(self, manifest: bytes, here: bool = True) -> None:
+        """Add the manifest and give the folder its name, in the place of one that is there: on this
+        node only if `here`, for a kill between the two renames loses what was there.
+        """
+        target = self.root / iteration_folder(self.iteration)
+
+        def replace_folder() -> None:
+            if not (self.nodes.first and here):
+                return
+            write_file(self.folder / MANIFEST, manifest)
+            sync_folder(self.folder)
+            if os.path.lexists(target):
+                os.rename(target, self._trash(self.iteration))
+            os.rename(self.folder, target)
+            sync_folder(self.root)
+
+        # what was replaced goes when every node has its new folder
+        self.gather_or_raise(replace_folder)
+        shutil.rmtree(self._trash(self.iteration), ignore_errors=True)
+
+    def _trash(self, iteration: int) -> Path:
+        return trash_folder(self.root, iteration, self.name)
+
+    def thin(self) -> None:
+        """Every node has this iteration: keep it and the newest before it."""
+        if not self.nodes.first:
+            return
+        iterations = list_iterations(self.root)
+        kept = [each for each in iterations if each <= self.iteration][:NUM_KEPT]
+        for iteration in set(iterations).difference(kept):
+            os.rename(self.root / iteration_folder(iteration), self._trash(iteration))
+            shutil.rmtree(self._trash(iteration), ignore_errors=True)
+
+
+def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
+    text = (
+        f"--local-checkpoint-dir {root}: the local checkpoint of iteration {iteration} was "
+        f"not {done}: {in_words(error)}"
+    )
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        text += "; free space there, or give a larger folder"
+    return f"{text}. Older ones are untouched"
+
+
+# ---- what the nodes have together ----------------------------------------------------------------
+
+
+class Found:
+    """A local checkpoint. `held`: the files that each node has whole: shards and, numbered after
+    them, XOR parity blocks; their entries are `records`.
+    """
+
+    def __init__(self, nodes: Nodes, run: str, manifest: bytes, held: Sequence[set[int]]) -> None:
+        self.nodes = nodes
+        self.run = run
+        self.manifest = manifest
+        self.held = held
+        self.content = decode_manifest(manifest, Path(MANIFEST))
+        self.iteration: int = self.content["iteration"]
+        self.folder = nodes.folder(run, self.iteration)  # on this node
+        self.records = file_records(self.content)
+        self.shards = range(len(self.content["shards"]))
+        self.stripes = stripes_in(self.content["shards"], self.content.get("sets", []))
+
+    @property
+    def missing(self) -> set[int]:
+        """Files that no node has."""
+        return set(range(len(self.records))).difference(*self.held)
+
+    @property
+    def lost(self) -> list[int]:
+        """Shards that no node has and that cannot be rebuilt."""
+        if not self.stripes:
+            return sorted(self.missing)
+        present = set().union(*self.held)
+        return sorted(set().union(*(stripe.lost(present) for stripe in self.stripes)))
+
+    def holders(self, number: int) -> list[int]:
+        """The nodes that have a file."""
+        return [node for node, held in enumerate(self.held) if number in held]
+
+    def reader(self, number: int) -> int:
+        """The rank that reads a file for others."""
+        holders = self.holders(number)
+        return self.nodes.rank(holders[number % len(holders)], number)
+
+    def attempt(self, done: str) -> NodeAttempt:
+        return NodeAttempt(self.nodes, self.run, self.iteration, done)
+
+
+def file_records(content: JsonObject) -> list[JsonObject]:
+    """A manifest's entries of shards and XOR parity blocks."""
+    return content["shards"] + content.get("parities", [])
+
+
+def newest_local(nodes: Nodes, run: str, oldest: int, *, copies: bool) -> Found | None:
+    """The newest local checkpoint of `run`, from iteration `oldest` on, of which the nodes have
+    every shard or can make it; all of its bytes are verified, and what a lost node had is on a new
+    one (`restore`). Why newer ones are passed over is logged.
+    """
+    # What every node has, of all saves: an iteration may have been saved twice.
+    listed = nodes.ranks.gather_or_raise(lambda: _listed(nodes, run, oldest) if nodes.first else [])
+    of_nodes = [
+        {(iteration, digest): files for iteration, digest, files in listed[ranks[0]]}
+        for ranks in nodes.members
+    ]
+    for save in sorted(set().union(*of_nodes), reverse=True):
+        # 1. The manifest of one node is for all; files count when every byte is as it specifies.
+        source = next(ranks[0] for ranks, has in zip(nodes.members, of_nodes) if save in has)
+        path = nodes.folder(run, save[0]) / MANIFEST
+        is_source = nodes.ranks.world.rank == source
+        manifest = nodes.ranks.gather_or_raise(
+            lambda: load_bytes(path, MANIFEST_LIMIT).decode() if is_source else ""
+        )[source]
+        found = Found(nodes, run, manifest.encode(), [set(has.get(save, ())) for has in of_nodes])
+        if not found.lost:
+            _remove_damaged(found)
+
+        # 2. What is lost for good is passed over, and so is what there is no space to rebuild.
+        if not found.lost:
+            if restore(found, copies=copies):
+                return found
+            continue
+        names = some([*map(str, found.lost)], MAX_NAMED)
+        xor = "; with --local-redundancy xor one node of an XOR group may be lost, not two"
+        logger.warning(
+            f"the local checkpoint of iteration {found.iteration} is not taken: of its "
+            f"{len(found.shards)} shards {len(found.lost)} ({names}) are whole on no node"
+            f"{xor if found.stripes else ''}"
+        )
+    return None
+
+
+def _listed(nodes: Nodes, run: str, oldest: int) -> list[tuple[int, str, list[int]]]:
+    """Of each of this node's checkpoints of `run` the iteration, the digest of the manifest, and
+    the files that are here.
+    """
+    rows = []
+    for iteration in list_iterations(nodes.run_folder(run)):
+        folder = nodes.folder(run, iteration)
         try:
-            if local:
-                return (read_run(save) if resumes else None) or new_run(save)
-            if not resumes:
-                forget_run(save)
-        except OSError as error:
-            raise CheckpointError(
-                f"--save {save}: {error.filename}: {error.strerror}: make it writable, or "
-                "give another folder"
-            ) from error
-        return ""
+            raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
+            content = decode_manifest(raw, folder / MANIFEST)
+            if content["run"]["name"] != run or content["iteration"] != iteration:
+                continue
+            numbers = range(len(file_records(content)))
+            files = [number for number in numbers if (folder / shard_file(number)).exists()]
+        except (CheckpointError, KeyError, OSError):
+            continue  # the manifest of another node lists what is missing here
+        if iteration >= oldest:
+            rows.append((iteration, table_digest(raw), files))
+    return rows
 
-    return ranks.from_first(first)
+
+def _remove_damaged(found: Found) -> None:
+    """Read every file on its own node, shared out over its ranks; what is damaged is not held."""
+
+    def damaged(number: int) -> bool:
+        try:
+            verify_shard(found.folder, number, found.records[number])
+        except (CheckpointError, OSError):
+            return True
+        return False
+
+    nodes = found.nodes
+    own = sorted(found.held[nodes.index])
+    mine = own[nodes.place :: len(nodes.members[nodes.index])]
+    by_rank = nodes.ranks.gather_or_raise(lambda: list(filter(damaged, mine)))
+    for held, ranks in zip(found.held, nodes.members):
+        held.difference_update(*(by_rank[rank] for rank in ranks))
+
+
+# ---- a lost node ---------------------------------------------------------------------------------
+
+
+def restore(found: Found, *, copies: bool) -> bool:
+    """Rebuild the files that no node has from the XOR parity blocks or, with `copies`, give every
+    shard that only one node has a second one; whether every shard is there then. When that fails
+    (no space) a warning is logged and nothing has changed.
+    """
+    streams: list[Stream] = []
+    if found.stripes:
+        streams = _rebuilt(found)
+    elif copies and len(found.held) > 1:
+        streams = _second_copies(found)
+    try:
+        if streams:
+            _make(found, streams)
+    except UserError as error:
+        is_complete = not found.missing & set(found.shards)
+        outcome = "is taken without its redundancy" if is_complete else "is not taken"
+        logger.warning(f"the local checkpoint of iteration {found.iteration} {outcome}: {error}")
+        return is_complete
+    return True
+
+
+def _make(found: Found, streams: list[Stream]) -> None:
+    """Replace the folder of every node that gets files by one with links to its old files, and the
+    new ones. Raises UserError on every rank when that fails; nothing has changed then.
+    """
+    nodes = found.nodes
+    made = [{each.number for each in streams if each.to in ranks} for ranks in nodes.members]
+
+    def link() -> None:
+        for number in found.held[nodes.index] if nodes.first else ():
+            for name in (shard_file(number), table_file(number)):
+                os.link(found.folder / name, attempt.folder / name)
+
+    # All nodes make their files, or none: what is there stays until everything is whole.
+    with found.attempt("rebuilt") as attempt:
+        attempt.gather_or_raise(link)
+        attempt.make(streams, found.records, found.reader, found.folder)
+        attempt.publish(found.manifest, bool(made[nodes.index]))
+    to = []
+    for node, numbers in enumerate(made):
+        found.held[node].update(numbers)
+        if numbers:
+            to.append(f"node {node} ({nodes.hosts[node]}): {len(numbers & set(found.shards))}")
+    logger.info(
+        f"shards of the local checkpoint of iteration {found.iteration} rebuilt from their "
+        f"{'XOR groups' if found.stripes else 'partners'}: {', '.join(to)}"
+    )
+
+
+def _second_copies(found: Found) -> list[Stream]:
+    """Every shard that one node alone has goes to the other one with the fewest files."""
+    streams = []
+    load = [len(held) for held in found.held]
+    for number in found.shards:
+        holders = found.holders(number)
+        if len(holders) == 1:
+            others = [node for node in range(len(load)) if node not in holders]
+            node = min(others, key=load.__getitem__)
+            load[node] += 1
+            size, to = found.records[number]["bytes"], found.nodes.rank(node, number)
+            streams.append(Stream.copy(number, size, to))
+    return streams
+
+
+def _rebuilt(found: Found) -> list[Stream]:
+    """A missing shard and the block of the same place go to one node: that with the fewest other
+    files of the stripe, then of all.
+    """
+    streams = []
+    load = [len(held) for held in found.held]
+    missing = found.missing
+    for stripe in found.stripes:
+        blocks = range(stripe.first, stripe.first + len(stripe.shards))
+        for place, (shard, block) in enumerate(zip(stripe.shards, blocks)):
+            others = {*stripe.shards, *blocks} - {shard, block}
+            shared = [len(others & held) for held in found.held]
+            node = min(range(len(load)), key=lambda node: (shared[node], load[node]))
+            for number, make in ((shard, stripe.shard), (block, stripe.xor_block)):
+                if number in missing:
+                    load[node] += 1
+                    streams.append(make(place, found.nodes.rank(node, number)))
+    return streams
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+class LocalCheckpoint(Checkpoint):
+    """A local checkpoint as any rank opens it: headers come from the nodes that have them, and
+    `fetch` brings the shards that are read to this rank's node, until it is closed.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self.nodes = found.nodes
+        self.found = found
+        self._attempt: NodeAttempt | None = None
+        heads = _heads(found)
+        self.nodes.ranks.gather_or_raise(
+            lambda: super(LocalCheckpoint, self).__init__(
+                found.folder, manifest=found.content, heads=heads
+            )
+        )
+
+    def fetch(self, boxes: Iterable[Box]) -> int:
+        """Bring the shards that hold anything of `boxes` to this rank's node; returns how many
+        bytes of shards travelled, over all nodes.
+        """
+        # 1. One copy for each node that has a rank which reads the shard.
+        nodes = self.nodes
+        by_rank = nodes.ranks.gather_or_raise(lambda: self._lacking(boxes))
+        streams = [
+            Stream.copy(number, self.shards[number].size, nodes.rank(node, number))
+            for node, ranks in enumerate(nodes.members)
+            for number in sorted({number for rank in ranks for number in by_rank[rank]})
+        ]
+        if not streams:
+            return 0
+        here = [each for each in streams if each.to in nodes.members[nodes.index]]
+
+        # 2. Copies are whole, or the restart ends with an error on all ranks.
+        attempt = self._attempt = self.found.attempt("read").__enter__()
+        attempt.gather_or_raise(lambda: self._require_space(sum(each.size for each in here)))
+        attempt.make(streams, self.found.records, self.found.reader, self.path)
+
+        # 3. From now on they are read from here.
+        for each in here:
+            self.shards[each.number] = replace(self.shards[each.number], folder=attempt.folder)
+        return sum(stream.size for stream in streams)
+
+    def _lacking(self, boxes: Iterable[Box]) -> list[int]:
+        """The shards of `boxes` that this node does not have."""
+        needed = {
+            piece.shard.number
+            for box in boxes
+            if box.name in self.tensors
+            for piece, *_ in self.overlaps(box)
+        }
+        return sorted(needed - self.found.held[self.nodes.index])
+
+    def _require_space(self, size: int) -> None:
+        free = shutil.disk_usage(self.nodes.root).free
+        if size > free:
+            raise CheckpointError(
+                f"--local-checkpoint-dir {self.nodes.root} on {self.nodes.host}: on this layout "
+                f"its ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
+                f"{free / GIB:.3g} GiB are free: free space, start with the layout and nodes of "
+                f"before, or {self._instead()}"
+            )
+
+    def _instead(self) -> str:
+        return "take a checkpoint of --load with --ckpt-step"
+
+    def close(self) -> None:
+        if self._attempt is not None:
+            self._attempt.__exit__()
+            self._attempt = None
+
+
+def _heads(found: Found) -> dict[int, Head]:
+    """`read_head` of every shard that some node lacks, on every rank."""
+    ranks = found.nodes.ranks
+    everywhere = set.intersection(*found.held)
+
+    def read() -> list[tuple[int, int, str]]:
+        heads = []
+        for number in found.shards:
+            if number not in everywhere and found.reader(number) == ranks.world.rank:
+                chunk, header = read_head(found.folder, number, found.records[number])
+                heads.append((number, chunk, header.decode("latin-1")))
+        return heads
+
+    by_rank = ranks.gather_or_raise(read)
+    return {
+        number: (chunk, header.encode("latin-1"))
+        for heads in by_rank
+        for number, chunk, header in heads
+    }

@@ -7,8 +7,7 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,14 +37,14 @@ class Nodes:
         return next(i for i, ranks in enumerate(self.members) if self.ranks.world.rank in ranks)
 
     @property
-    def first(self) -> bool:
-        """Whether this rank does its node's part of what one rank does."""
-        return self.place == 0
-
-    @property
     def place(self) -> int:
         """This rank's place among those of its node."""
         return self.members[self.index].index(self.ranks.world.rank)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank does its node's part of what one rank does."""
+        return self.place == 0
 
     @property
     def host(self) -> str:
@@ -73,11 +72,16 @@ def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
     mark = root / f".node-{token}"
 
     def join() -> tuple[int, str]:
-        own_folder(root)
-        with _explained(root):
+        try:
+            own_folder(root)
             with suppress(FileExistsError):  # a link is there with its text, or not at all
                 os.symlink(str(ranks.world.rank), mark)
             return int(os.readlink(mark)), socket.gethostname()
+        except OSError as error:
+            raise CheckpointError(
+                f"--local-checkpoint-dir {root}: {error.strerror}: make it writable, or give "
+                "another folder"
+            ) from error
 
     try:
         found = ranks.gather_or_raise(join)
@@ -91,26 +95,13 @@ def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
     return Nodes(root, ranks, members, tuple(found[row[0]][1] for row in members))
 
 
-@contextmanager
-def _explained(root: Path) -> Iterator[None]:
-    """Errors of the file system as CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"--local-checkpoint-dir {root}: {error.strerror}: make it writable, or give "
-            "another folder"
-        ) from error
-
-
 def own_folder(root: Path) -> None:
     """Make `root` (0700), or accept one that this user owns and no other may write to: names in
-    places such as /dev/shm can be guessed.
+    places such as /dev/shm can be guessed. Raises CheckpointError and OSError.
     """
-    with _explained(root):
-        with suppress(FileExistsError):
-            os.makedirs(root, mode=0o700)
-        found = root.lstat()
+    with suppress(FileExistsError):
+        os.makedirs(root, mode=0o700)
+    found = root.lstat()
     wrong = None
     if not stat.S_ISDIR(found.st_mode):
         wrong = "is not a folder (links are not followed)"
@@ -141,18 +132,34 @@ def read_run(save: str | Path) -> str | None:
     return run if re.fullmatch("[0-9a-f]{32}", run) and at == os.path.realpath(save) else None
 
 
-def new_run(save: str | Path) -> str:
-    """Give --save the id of a new run. Raises OSError."""
-    run = secrets.token_hex(16)
-    temporary = Path(save, f".{RUN_FILE}-{run}")
-    write_file(temporary, f"{run}\n{os.path.realpath(save)}\n".encode())
-    os.rename(temporary, Path(save, RUN_FILE))
-    sync_folder(Path(save))
-    return run
+def is_same(load: str | None, save: str | None) -> bool:
+    """Whether a run that loads from `load` and saves to `save` continues there."""
+    return None not in (load, save) and os.path.realpath(load) == os.path.realpath(save)
 
 
-def forget_run(save: str | Path) -> None:
-    """A run without local checkpoints begins in --save: those of the one before it are not its
-    own.
+def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> str:
+    """The run that saves to `save` from now on; its state was loaded from `load`. A run that
+    continues there keeps its id. Any other run gets a new one, so that it does not take the local
+    checkpoints of the one before. Empty when it saves nothing locally (`local`).
     """
-    Path(save, RUN_FILE).unlink(missing_ok=True)
+
+    def first() -> str:
+        path = Path(save, RUN_FILE)
+        run = read_run(save) if is_same(load, save) else None
+        try:
+            if local and run is None:
+                run = secrets.token_hex(16)
+                temporary = Path(save, f".{RUN_FILE}-{run}")
+                write_file(temporary, f"{run}\n{os.path.realpath(save)}\n".encode())
+                os.rename(temporary, path)
+                sync_folder(Path(save))
+            elif not local and not is_same(load, save):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"--save {save}: {error.filename}: {error.strerror}: make it writable, or "
+                "give another folder"
+            ) from error
+        return run if local else ""
+
+    return ranks.from_first(first)

@@ -19,10 +19,14 @@ from logged import logged
 from reshard_cases import start
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.local import checkpoints, exchange, rebuild, saves, xor
+from megatron.checkpoint.local import checkpoints, redundancy
+from megatron.checkpoint.local.checkpoints import (
+    LocalCheckpoint,
+    LocalCheckpoints,
+    newest_local,
+    save_local,
+)
 from megatron.checkpoint.local.nodes import Nodes, find_nodes
-from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local
-from megatron.checkpoint.local.saves import save_local
 from megatron.checkpoint.ranks import Ranks
 from megatron.model.spec import Box
 from megatron.training.exit import Exit
@@ -32,9 +36,13 @@ RUN, OTHER = "a" * 32, "b" * 32
 STATE = {"iteration": 2, "scale": float("inf")}
 
 
+def own_root(root: Path, each: int) -> Path:
+    """What a node of `each` ranks sees; node 1 sees `root`/1."""
+    return Path(root, str(dist.get_rank() // each))
+
+
 def join(root: Path, each: int) -> Nodes:
-    """Nodes of `each` ranks; node 1 sees `root`/1."""
-    return find_nodes(Path(root, str(dist.get_rank() // each)), all_ranks())
+    return find_nodes(own_root(root, each), all_ranks())
 
 
 def found_nodes(root: Path, each: int) -> tuple:
@@ -63,8 +71,8 @@ def small(mutant: str | None = None) -> Iterator[None]:
     """Chunks and messages so small that every shard has several, and a mutant."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(manifest, "CHUNK", 1 << 14))
-        stack.enter_context(mock.patch.object(exchange, "WINDOW", 300))
-        stack.enter_context(mock.patch.object(exchange, "PIECE", 1000))
+        stack.enter_context(mock.patch.object(redundancy, "WINDOW", 300))
+        stack.enter_context(mock.patch.object(redundancy, "PIECE", 1000))
         if mutant is not None:
             stack.enter_context(MUTANTS[mutant]())
         yield
@@ -75,16 +83,14 @@ def save(
     each: int,
     iteration: int,
     seed: int,
-    redundancy: str = "partner",
+    kind: str = "partner",
     run: str = RUN,
     mutant: str | None = None,
 ) -> str:
     """Save `example(seed)` locally: the folder's name, or the error."""
     with small(mutant):
         try:
-            name = save_local(
-                join(root, each), run, iteration, dealt(seed, seed), STATE, redundancy
-            ).name
+            name = save_local(join(root, each), run, iteration, dealt(seed, seed), STATE, kind).name
         except ValueError as error:
             name = str(error)
         dist.barrier()
@@ -129,21 +135,23 @@ def restart(
 def no_room() -> Iterator[None]:
     """For a copy of another rank's shard, or for a block."""
     full = mock.Mock(side_effect=OSError(28, os.strerror(28)))
-    with mock.patch.object(saves, "write_shard_file", full):
+    with mock.patch.object(checkpoints, "write_shard_file", full):
         yield
 
 
-def save_without_room(root: Path, each: int, who: int, redundancy: str) -> str:
+def save_without_room(root: Path, each: int, who: int, kind: str) -> str:
     """Save iteration 2 while rank `who` finds no room."""
     with no_room() if dist.get_rank() == who else contextlib.nullcontext():
-        return save(root, each, 2, 5, redundancy)
+        return save(root, each, 2, 5, kind)
 
 
-def checked(root: Path, each: int, check: str, *arguments: object) -> tuple[str, list[str]]:
-    """The error of `require_redundancy` or `require_space`."""
+def prepared(root: Path, each: int, kind: str, own_bytes: int = 0) -> tuple[str, list[str]]:
+    """What a run with this redundancy finds wrong before training: (error, lines logged)."""
     with logged() as lines:
         try:
-            getattr(saves, check)(join(root, each), *arguments)
+            local = LocalCheckpoints(own_root(root, each), all_ranks(), kind)
+            local.run = RUN
+            local.require_space(own_bytes, False)
         except ValueError as error:
             return str(error), lines
     return "", lines
@@ -158,7 +166,7 @@ def join_on(folders: list[Path]) -> str:
 
 
 def save_with_pictures(
-    root: Path, each: int, iteration: int, seed: int, pictures: Path, redundancy: str
+    root: Path, each: int, iteration: int, seed: int, pictures: Path, kind: str
 ) -> int:
     """Save; before every change that this rank makes to its node's folder that is copied to
     `pictures`/node-rank-number. How many there are.
@@ -182,7 +190,7 @@ def save_with_pictures(
         small(),
         mock.patch.multiple(os, **{name: pictured(real) for name, real in reals.items()}),
     ):
-        save_local(joined, RUN, iteration, dealt(seed, seed), STATE, redundancy)
+        save_local(joined, RUN, iteration, dealt(seed, seed), STATE, kind)
     return taken
 
 
@@ -192,25 +200,25 @@ def save_with_pictures(
 @contextlib.contextmanager
 def _no_space_for_copies() -> Iterator[None]:
     """There is for what is read."""
-    real = rebuild._make
+    real = checkpoints._make
 
     def make(*args: object) -> None:
         with no_room():
             real(*args)
 
-    with mock.patch.object(rebuild, "_make", make):
+    with mock.patch.object(checkpoints, "_make", make):
         yield
 
 
 def _damaged_pieces() -> contextlib.AbstractContextManager:
-    real = exchange.read_piece
+    real = redundancy.read_piece
 
     def read(path: Path, at: int, size: int) -> torch.Tensor:
         piece = real(path, at, size)
         piece[-1] ^= dist.get_rank() == 0
         return piece
 
-    return mock.patch.object(exchange, "read_piece", read)
+    return mock.patch.object(redundancy, "read_piece", read)
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
@@ -220,9 +228,9 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     ),
     "damaged on the way": _damaged_pieces,
     "a full node": lambda: mock.patch.object(
-        rebuild.shutil, "disk_usage", lambda path: mock.Mock(free=0)
+        checkpoints.shutil, "disk_usage", lambda path: mock.Mock(free=0)
     ),
-    "XOR groups of three": lambda: mock.patch.object(xor, "XOR_GROUP", 3),
+    "XOR groups of three": lambda: mock.patch.object(redundancy, "XOR_GROUP", 3),
 }
 
 

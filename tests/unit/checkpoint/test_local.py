@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from checkpoint_cases import flip
 from local_cases import (
     OTHER,
     RUN,
-    checked,
     found_nodes,
     join_on,
+    prepared,
     restart,
     save,
     save_with_pictures,
@@ -24,8 +25,11 @@ from local_cases import (
 )
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.local.xor import (
+from megatron.checkpoint.local.redundancy import (
     XOR_GROUP,
+    Stream,
+    Stripe,
+    kept_bytes,
     stripes_of,
     xor_groups_of,
 )
@@ -334,11 +338,10 @@ def test_without_room_for_shards_of_other_nodes(job, monkeypatch):
 
 @REDUNDANT
 def test_redundancy_needs_several_nodes_of_one_size(job, redundancy):
-    words = "require_redundancy", redundancy
     for size, each in ((2, 2), (4, 3)):
-        error = job(size, each).run(checked, *words)[0][0]
+        error = job(size, each).run(prepared, redundancy)[0][0]
         assert f"--local-redundancy {redundancy}: needs two or more nodes" in error
-    shown = job(4, 2).run(checked, *words)
+    shown = job(4, 2).run(prepared, redundancy)
     assert all(error == "" for error, _ in shown)
     message = "when a host is lost" if redundancy == "partner" else "XOR groups of 2; one node of"
     assert message in "".join(shown[0][1])
@@ -356,12 +359,12 @@ def test_room_is_asked_for_before_training(job, tmp_path):
         (7, "xor", True),
         (5, "xor", False),
     ):
-        shown = job(2, 1).run(checked, "require_space", RUN, free // part, redundancy)
+        shown = job(2, 1).run(prepared, redundancy, free // part)
         assert {error == "" for error, _ in shown} == {enough}, (part, redundancy)
     assert "3 checkpoints (2 kept, 1 being written) of " in shown[0][0]
     assert shown[0][0].endswith("give a larger folder, or --local-redundancy none")
     job(2, 1).save(1, 7, "none", OTHER)
-    shown = job(2, 1).run(checked, "require_space", RUN, free, "none")
+    shown = job(2, 1).run(prepared, "none", free)
     assert "(other runs have " in shown[0][0] and "Remove run-*" in shown[0][0]
 
 
@@ -404,3 +407,42 @@ def test_every_node_is_in_one_xor_group_of_nearly_equal_size():
     assert sorted(map(len, stripes)) == [4, 4, 4, 5, 5, 5]
     # never two of a node
     assert all(len({rank // 3 for rank in ranks}) == len(ranks) for ranks in stripes)
+
+
+def made(stream: Stream, files: dict[int, bytes]) -> bytes:
+    """What an exchange makes."""
+    found = b""
+    for length, parts in stream.runs:
+        run = 0
+        for number, at in parts:
+            piece = files[number][at : at + length].ljust(length, b"\0")
+            run ^= int.from_bytes(piece)
+        found += run.to_bytes(length)
+    return found
+
+
+@pytest.mark.parametrize("k", [5, 8])
+def test_any_place_of_a_stripe_is_made_of_the_others(k):
+    """Shards of several sizes, of which one rank has none."""
+    rng = random.Random(k)
+    files = {place: rng.randbytes(rng.randrange(1, 500)) for place in range(k) if place != 2}
+    numbers = [place if place in files else None for place in range(k)]
+    stripe = Stripe(numbers, [len(files.get(place, b"")) for place in range(k)], k)
+    for place in range(k):
+        files[k + place] = bytes(m.ALIGN) + made(stripe.xor_block(place, 0), files)
+    assert stripe.lost(set(files) - {0, 1}) == {0, 1}
+    for place, number in enumerate(numbers):
+        present = {each: data for each, data in files.items() if each not in (number, k + place)}
+        assert stripe.lost(set(present)) == set()
+        if number is not None:
+            assert made(stripe.shard(place, 0), present) == files[number]
+        assert m.ALIGN + len(made(stripe.xor_block(place, 0), files)) == len(files[k + place])
+
+
+def test_a_node_needs_what_its_own_xor_group_keeps():
+    """Groups of five and four nodes: a large shard makes large blocks in its own group alone."""
+    sizes = [100, *[10] * 8]
+    need = kept_bytes([[node] for node in range(9)], sizes, "xor")
+    assert need == [
+        10 + m.ALIGN + (25 if node % 2 == 0 else 4) + 90 * (node == 0) for node in range(9)
+    ]
