@@ -62,6 +62,7 @@ class Optimizer:
         self.config, _ = choose_kernels(config, device)
         self.blocks, self.groups, self.zero = blocks, groups, zero
         self.trained = [block for block in blocks if block.trained]
+        self.on_device = [block for block in self.trained if not block.on_host]
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
         self.rule, self.host_rule = rules_of(self.config.optimizer)
         self.host = HostSteps(blocks)
@@ -239,15 +240,11 @@ class Optimizer:
         }
 
         # 3. Steps on the host are handed over: each is made when the next forward pass needs it.
-        assert not self.waiting, "a step on the host that no forward pass has asked for"
-        self.waiting = {block for block in self.trained if block.on_host}
-        if self.waiting:
+        if self.host.order:
             self._defer_host_steps(scalars)
 
         # 4. Steps on the device. Weights leave for other ranks while the next block is updated.
-        for block in self.trained:
-            if block.on_host:
-                continue
+        for block in self.on_device:
             self._update(self.rule, block, scalars, block.grad_shard, block.rounded)
             if not self.keeps_gradients:
                 block.drop()
@@ -258,6 +255,8 @@ class Optimizer:
 
     def _defer_host_steps(self, scalars: Scalars) -> None:
         """Hand over the steps of blocks on the host."""
+        assert not self.waiting, "a step on the host that no forward pass has asked for"
+        self.waiting = set(self.host.order)
         # Gradients may cross to the host from here on; the scalars have to be there before the
         # first step.
         self.host.begin()
@@ -271,9 +270,7 @@ class Optimizer:
             if isinstance(value, Tensor)
         }
         scalars = {each: at._replace(**copies) for each, at in scalars.items()}
-        for block in self.trained:
-            if not block.on_host:
-                continue
+        for block in self.host.order:
             update = partial(self._update, self.host_rule, block, scalars)
             step = partial(self._step_on_host, block, update)
             if self.zero is None:
