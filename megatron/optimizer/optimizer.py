@@ -79,7 +79,6 @@ class Optimizer:
             folder = config.optimizer.optimizer_nvme_offload
             self.files = StateFiles(folder, in_files, {MASTER: self.wide, **dtypes})
         self.states = {block: state_in_memory(block, dtypes) for block in blocks}
-        self.multipliers = {each for block in self.trained for _, each in block.layout.ranges}
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def initialise(self) -> None:
@@ -159,6 +158,11 @@ class Optimizer:
     def skip_decided_on_device(self) -> bool:
         """Whether the kernel itself reads found_inf, and the host waits for no norm."""
         return self.rule.implementation.skips_on_device and self.steps.is_cuda
+
+    @cached_property
+    def multipliers(self) -> set[Multipliers]:
+        """All that the tensors that are updated declare."""
+        return {each for block in self.trained for _, each in block.layout.ranges}
 
     @cached_property
     def segments(self) -> dict[Block, list[Segment]]:
