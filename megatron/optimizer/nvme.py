@@ -148,7 +148,7 @@ class StateFiles:
         slot.work.append(slot.thread.submit(self._move, slot, os.pwritev, part, kinds))
 
     def expect(self, kinds: tuple[str, ...], first: int = 0) -> None:
-        """Parts will be used in order, from number `first` on: read as many as there is room for."""
+        """Parts will be used in order, from number `first` on: read as many as have a slot."""
         for part in self.order[first : first + SLOTS]:
             slot = self.ring[part.number % SLOTS]
             # What has been read ahead for another order is of no use.
