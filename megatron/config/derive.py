@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.config.batch_schedule import schedule_words
 from megatron.config.errors import UserError, shortened
-from megatron.config.groups import GROUPS, LR_DECAYS, Config, DecayKind, DistributedConfig
+from megatron.config.groups import DECAYING, GROUPS, WARMUP, Config, DistributedConfig
 from megatron.config.metadata import flag_name
 from megatron.config.model import GATED, yarn_scale
 from megatron.config.options import FIELDS
@@ -87,12 +87,11 @@ def expert_ranks(config: Config) -> ExpertRanks:
 
 # What messages call a condition, where its flags and values would not explain it.
 TEXTS = {
-    "decays=True": "a --lr-decay-style that decays",
-    "has_final_decay=True": "--lr-decay-style WSD",
+    DECAYING: "a --lr-decay-style that decays",
     "loss_scale=None": "dynamic loss scaling (no --loss-scale)",
     "mock_data=False": "data files (--data-path or --train-data-path)",
     "group_query_attention|one_group_a_head=True": "--group-query-attention",
-    "lr_warmup_iters>0|lr_warmup_samples>0|lr_warmup_fraction>0": "a warm-up (--lr-warmup-iters)",
+    WARMUP: "a warm-up (--lr-warmup-iters)",
     "replicas>1": "several data- or context-parallel ranks",
     "sequence_parallel=False": "copies on tensor-parallel ranks (no --sequence-parallel)",
     "world>1": "several ranks",
@@ -191,21 +190,6 @@ class RunView:
         return all(map(self.holds, conditions.split()))
 
     @property
-    def decay_kind(self) -> DecayKind:
-        """The entry of --lr-decay-style in its table."""
-        return LR_DECAYS[self.lr_decay_style]
-
-    @property
-    def decays(self) -> bool:
-        """Whether the learning rate goes down to --min-lr."""
-        return self.decay_kind.decays
-
-    @property
-    def has_final_decay(self) -> bool:
-        """Whether --lr-wsd-decay-iters or -samples counts."""
-        return self.decay_kind.has_final_decay
-
-    @property
     def one_group_a_head(self) -> bool:
         """Whether no key/value head is shared."""
         return self.num_query_groups == self.num_attention_heads
@@ -229,16 +213,14 @@ class RunView:
             return None
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
-    def show(self, field: str) -> str:
-        """`--lr-decay-style cosine`: a flag with its value."""
-        return spelled(field, getattr(self, field))
-
     def spell_out(self, text: str) -> str:
         """A text with each `@field` as the flag with its value."""
-        return re.sub(r"(?<!\S)@(\w+)", lambda match: self._shown(match[1]), text)
 
-    def _shown(self, word: str) -> str:
-        return self.show(word) if word in FIELDS else f"@{word}"
+        def shown(match: re.Match[str]) -> str:
+            field = match[1]
+            return spelled(field, getattr(self, field)) if field in FIELDS else match[0]
+
+        return re.sub(r"(?<!\S)@(\w+)", shown, text)
 
     def given(self, *fields: str) -> list[str]:
         """Those of some fields that have a value."""
@@ -250,10 +232,8 @@ class RunView:
     def has(self, *fields: str) -> bool:
         """All of these are given and, where numbers, greater than zero."""
         values = [getattr(self, field) for field in fields]
-        return all(
-            value is not None and not (isinstance(value, (int, float)) and value <= 0)
-            for value in values
-        )
+        numbers = [value for value in values if isinstance(value, (int, float))]
+        return None not in values and all(number > 0 for number in numbers)
 
 
 # ---------------------------------------------------------------- rotary positions
@@ -404,30 +384,30 @@ def _batches(run: RunView) -> None:
 
 
 def _pipeline(run: RunView) -> None:
-    virtual, several = virtual_stages(run.config) if run.pp > 1 else 1, run.pp > 1
-    given = run.num_virtual_stages_per_pipeline_rank
-    if virtual is not None and given != virtual:
-        reason = _why_virtual(run) if several or given is not None else ""
-        run.fill("num_virtual_stages_per_pipeline_rank", virtual, reason)
-    if not several and run.pipeline_schedule not in (None, "1f1b"):
-        reason = "--pipeline-model-parallel-size 1 has one order"
-        run.fill("pipeline_schedule", "1f1b", reason)
-    elif virtual is not None:
-        name = "1f1b" if virtual == 1 else "interleaved"
-        reason = f"{virtual} stage(s) on each pipeline rank" if several else ""
-        run.default("pipeline_schedule", name, reason)
-
-
-def _why_virtual(run: RunView) -> str:
-    if run.pp == 1:
-        return "--pipeline-model-parallel-size 1 has one stage"
-    sources = (
-        "pipeline_model_parallel_layout",
-        "num_layers_per_virtual_pipeline_stage",
-        "pipeline_schedule",
-    )
-    given = [run.show(field) for field in sources if getattr(run, field) not in (None, AUTO)]
-    return f"stages on each pipeline rank of {given[0] if given else '1f1b'}"
+    field, given = "num_virtual_stages_per_pipeline_rank", run.num_virtual_stages_per_pipeline_rank
+    if run.pp <= 1:
+        reason = "--pipeline-model-parallel-size 1 has one"
+        if given != 1:
+            run.fill(field, 1, "" if given is None else f"{reason} stage")
+        if run.pipeline_schedule != "1f1b":
+            is_given = run.pipeline_schedule is not None
+            run.fill("pipeline_schedule", "1f1b", f"{reason} order" if is_given else "")
+        return
+    virtual = virtual_stages(run.config)
+    if virtual is None:  # a fault
+        return
+    if given is None:
+        sources = (
+            "pipeline_model_parallel_layout",
+            "num_layers_per_virtual_pipeline_stage",
+            "pipeline_schedule",
+        )
+        values = {source: getattr(run, source) for source in sources}
+        shown = [spelled(*each) for each in values.items() if each[1] not in (None, AUTO)]
+        source = shown[0] if shown else "1f1b"
+        run.fill(field, virtual, f"stages on each pipeline rank of {source}")
+    schedule = "1f1b" if virtual == 1 else "interleaved"
+    run.default("pipeline_schedule", schedule, f"{virtual} stage(s) on each pipeline rank")
 
 
 def _sharding(run: RunView) -> None:
@@ -437,18 +417,19 @@ def _sharding(run: RunView) -> None:
     if run.num_experts is not None:
         reason = "tensor-model-parallel-size" if run.tp > 1 else ""
         run.default("expert_tensor_parallel_size", run.tp, reason)
-    stage = run.zero_stage
-    if stage == 0 or (run.replicas != 1 and run.zero_shard_size != 1):
-        return
-    reason = "--zero-shard-size 1 shards over a single rank"
     if run.replicas == 1:
         reason = "one data-parallel rank has nothing to shard over"
+    elif run.zero_shard_size == 1:
+        reason = "--zero-shard-size 1 shards over a single rank"
+    else:
+        return
+    stage = run.zero_stage
     is_offloaded = stage == 3 and run.param_cpu_offload
-    if not is_offloaded:
+    if stage > 0 and not is_offloaded:
         run.fill("zero_stage", 0, reason)
-    if run.has("zero_shard_size") and (run.replicas == 1 or not is_offloaded):
+    if stage > 0 and run.has("zero_shard_size") and (run.replicas == 1 or not is_offloaded):
         run.fill("zero_shard_size", None, reason)
-    if run.zero3_keep_gathered and stage == 3 and not is_offloaded:
+    if stage == 3 and run.zero3_keep_gathered and not is_offloaded:
         run.fill("zero3_keep_gathered", False, reason)
 
 

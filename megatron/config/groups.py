@@ -50,7 +50,6 @@ first_last_flag = partial(
 dynamic_scale_flag = partial(flag, needs="loss_scale=None", idle_without="fp16")
 adam_flag = partial(flag, idle_without="optimizer=adam", change=STEPS)
 not_negative = partial(flag, bound=NOT_NEGATIVE)
-wsd_flag = partial(flag, idle_without="has_final_decay=True")
 load_flag = partial(flag, idle_without="load")
 save_flag = partial(flag, idle_without="save")
 offload_flag = partial(flag, needs="activation_offload")
@@ -238,22 +237,19 @@ OPTIMIZERS = {
 }
 
 
-class DecayKind(NamedTuple):
-    """What rules between flags know of a shape of the learning rate's decay.
-    optimizer/lr_schedule.py has its function.
-    """
-
-    decays: bool  # to --min-lr
-    has_final_decay: bool  # of --lr-wsd-decay-iters or -samples
-
-
+# --lr-decay-style, and whether it goes down to --min-lr. optimizer/lr_schedule.py has their
+# functions.
 LR_DECAYS = {
-    "constant": DecayKind(decays=False, has_final_decay=False),
-    "linear": DecayKind(decays=True, has_final_decay=False),
-    "cosine": DecayKind(decays=True, has_final_decay=False),
-    "inverse-square-root": DecayKind(decays=True, has_final_decay=False),
-    "WSD": DecayKind(decays=True, has_final_decay=True),
+    "constant": False,
+    "linear": True,
+    "cosine": True,
+    "inverse-square-root": True,
+    "WSD": True,
 }
+# Conditions: the rate decays, and it has a final decay.
+DECAYING = "lr_decay_style=" + ",".join(name for name, decays in LR_DECAYS.items() if decays)
+FINAL_DECAY = "lr_decay_style=WSD"
+wsd_flag = partial(flag, idle_without=FINAL_DECAY)
 FINAL_DECAYS = ("exponential", "linear", "cosine", "minus_sqrt")
 WEIGHT_DECAY_CHANGES = ("constant", "linear", "cosine")
 WeightDecayChange = Literal[*WEIGHT_DECAY_CHANGES]  # type: ignore[valid-type]
@@ -294,11 +290,11 @@ class OptimizerConfig:
     final norm with the last."""
     lr: float | None = not_negative()
     """Peak learning rate."""
-    min_lr: float = not_negative(0.0, idle_without="decays=True")
+    min_lr: float = not_negative(0.0, idle_without=DECAYING)
     """Learning rate at the end of the decay."""
     decoupled_lr: float | None = not_negative()
     """Peak learning rate of word embedding and head, on the same schedule. Default: lr."""
-    decoupled_min_lr: float | None = not_negative(needs="decoupled_lr", idle_without="decays=True")
+    decoupled_min_lr: float | None = not_negative(needs="decoupled_lr", idle_without=DECAYING)
     """With --decoupled-lr: their learning rate at the end of the decay. Default: min-lr."""
     lr_decay_style: Literal[*LR_DECAYS] = "linear"  # type: ignore[valid-type]
     """Shape of the decay after warm-up."""

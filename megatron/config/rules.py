@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megatron.config.derive import GATED_WIDTH, RunView, condition_text
-from megatron.config.groups import CHANGING, GPT2_BPE, MODEL_FILE
+from megatron.config.groups import CHANGING, DECAYING, GPT2_BPE, MODEL_FILE
 from megatron.config.model import YARN
 from megatron.config.options import FIELDS
 from megatron.config.schedules import IN_PAIRS, SCHEDULES
@@ -238,16 +238,16 @@ REMARKS = {
 
 # Two numbers, how they must be to each other, and after `if` where: a multiple or a divisor is a
 # size that shares out the other.
-RELATIONS = """
+RELATIONS = f"""
 max_position_embeddings >= seq_length
 rope_high_freq_factor > rope_low_freq_factor if use_rope_scaling
 yarn_beta_fast > yarn_beta_slow if position_embedding_type=yarn
 initial_loss_scale >= min_loss_scale
 lr >= lr_warmup_init if skip_train=False
-lr >= min_lr if skip_train=False decays=True
+lr >= min_lr if skip_train=False {DECAYING}
 decoupled_lr >= lr_warmup_init if skip_train=False
-decoupled_lr >= decoupled_min_lr if skip_train=False decays=True
-decoupled_lr >= min_lr if skip_train=False decays=True decoupled_min_lr=None
+decoupled_lr >= decoupled_min_lr if skip_train=False {DECAYING}
+decoupled_lr >= min_lr if skip_train=False {DECAYING} decoupled_min_lr=None
 profile_step_end > profile_step_start if profile
 num_layers >= recompute_num_layers
 num_experts >= moe_router_topk

@@ -19,7 +19,7 @@ from megatron.config.data_paths import parse_blend, parse_split
 from megatron.config.derive import RunView, derived
 from megatron.config.errors import ArgumentErrors, UserError, about
 from megatron.config.foreign_checkpoint import foreign_checkpoint
-from megatron.config.groups import Config
+from megatron.config.groups import DECAYING, FINAL_DECAY, Config
 from megatron.config.layers import MOST_LAYERS
 from megatron.config.metadata import flag_name
 from megatron.config.rules import Faults, Rule, multiple, nearest, ranges, remarks, tables
@@ -177,7 +177,7 @@ def _lengths(run: RunView) -> Faults:
     unit, wrong = ("iters", "samples") if run.train_samples is None else ("samples", "iters")
     names = [f"lr_{part}_{unit}" for part in ("warmup", "decay", "wsd_decay")]
     # at a constant rate the length of the decay counts for a warm-up that is a share of it
-    is_read = run.decays or run.lr_warmup_fraction is not None
+    is_read = run.holds(DECAYING) or run.lr_warmup_fraction is not None
     has_one_unit = run.given("train_iters", "train_samples") == [f"train_{unit}"]
     if has_one_unit and not run.skip_train:
         for name in names if is_read else names[:1]:
@@ -187,9 +187,9 @@ def _lengths(run: RunView) -> Faults:
     warmup, decay, final = (getattr(run, name) or 0 for name in names)
     if decay and warmup >= decay and is_read:
         yield f"@{names[0]}: must be smaller than @{names[1]}"
-    if run.has_final_decay and not final:
+    if run.holds(FINAL_DECAY) and not final:
         yield f"@lr_decay_style: give {flag_name(names[2])}, the length of its final decay"
-    elif run.has_final_decay and decay and final + warmup > decay:
+    elif run.holds(FINAL_DECAY) and decay and final + warmup > decay:
         yield f"@{names[2]}: does not fit into @{names[1]} after the warm-up"
 
 

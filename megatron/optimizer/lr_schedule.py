@@ -108,7 +108,7 @@ class ParamSchedule:
         # Warm-up, then the style's shape, then the minimum, in the order of Megatron-LM's tests.
         if self.warmup > 0 and samples <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup
-        if LR_DECAYS[self.style].decays and samples > self.decay:
+        if LR_DECAYS[self.style] and samples > self.decay:
             return self.min_lr
         return DECAYS[self.style](self, samples)
 
