@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from fractions import Fraction
@@ -18,19 +19,22 @@ SPLITS = ("train", "valid", "test")
 
 def parse_blend(words: tuple[str, ...], flag: str) -> list[Weighted]:
     """`weight prefix weight prefix ...`, or prefixes without weights (None). Raises UserError."""
-    numbers = [NUMBER.fullmatch(word) is not None for word in words]
-    are_files = any(n and os.path.isfile(word + ".idx") for word, n in zip(words, numbers))
-    is_even = len(words) % 2 == 0 and all(numbers[::2])
-    if len(words) > 1 and is_even and (are_files or not any(numbers[1::2])):
-        weights = [float(word) for word in words[::2]]
-        if min(weights) < 0 or not 0 < sum(weights) < float("inf"):
-            raise UserError(f"{flag} {' '.join(words)}: weights must be 0 or more, and not all 0")
-        return list(zip(weights, words[1::2], strict=True))
-    if len(words) > 1 and any(numbers) and not are_files:
-        raise UserError(
-            f"{flag} {' '.join(words)}: give a weight before each prefix, as in 0.3 A 0.7 B, or "
-            "before none"
-        )
+    if len(words) < 2:
+        return [(None, word) for word in words]
+    given = f"{flag} {' '.join(words)}"
+    numbers = [word for word in words if NUMBER.fullmatch(word)]
+    # the files of a dataset may have a number for a name
+    are_files = any(os.path.isfile(f"{word}.idx") for word in numbers)
+    weights, prefixes = words[::2], words[1::2]
+    is_even = len(weights) == len(prefixes) and all(map(NUMBER.fullmatch, weights))
+    if is_even and (are_files or not any(map(NUMBER.fullmatch, prefixes))):
+        shares = [float(weight) for weight in weights]
+        if min(shares) < 0 or not 0 < sum(shares) < math.inf:
+            raise UserError(f"{given}: weights must be 0 or more, and not all 0")
+        return list(zip(shares, prefixes, strict=True))
+    if numbers and not are_files:
+        fix = "give a weight before each prefix, as in 0.3 A 0.7 B, or before none"
+        raise UserError(f"{given}: {fix}")
     return [(None, word) for word in words]
 
 
@@ -56,18 +60,24 @@ def read_data_list(flag: str, words: list[str]) -> list[tuple[str, list[str]]]:
     if flag == "--data-args-path":
         return [("--data-path", decode(raw).split())]
     if flag == "--data-file-list":
-        # weight and prefix of each line; a corpus may follow
-        lines = [line.split() for line in decode(raw).splitlines()]
-        for number, line in enumerate(lines, 1):
-            if len(line) not in (0, 2, 3):
-                raise UserError(f"line {number}: expected a weight, a prefix and a corpus")
-        return [("--data-path", [word for line in lines for word in line[:2]])]
+        return [("--data-path", _weights_and_prefixes(decode(raw)))]
     # words under the name of each split, as a list or as one text
     found = []
     for split, value in parse_json(raw).items():
-        each = value.split() if isinstance(value, str) else value
-        if split not in SPLITS or not isinstance(each, list):
+        words = value.split() if isinstance(value, str) else value
+        if split not in SPLITS or not isinstance(words, list):
             known = ", ".join(SPLITS)
             raise UserError(f"expected words under {known}, found {split!r}: {value!r}")
-        found.append((f"--{split}-data-path", list(map(str, each))))
+        found.append((f"--{split}-data-path", list(map(str, words))))
     return found
+
+
+def _weights_and_prefixes(text: str) -> list[str]:
+    """Those of each line; a corpus may follow."""
+    words: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        entries = line.split()
+        if len(entries) not in (0, 2, 3):
+            raise UserError(f"line {number}: expected a weight, a prefix and a corpus")
+        words += entries[:2]
+    return words

@@ -226,34 +226,42 @@ class DeepSpeedFile:
 
 def compare_with_deepspeed(path: str, reading: Reading) -> None:
     """Compare the settings with a DeepSpeed file, and add those that no flag gives."""
-    where = f"--deepspeed_config {path}"
-    faults: list[str] = []
+    where, faults = f"--deepspeed_config {path}", []
     keys: dict[str, Any] = {}
     with collected(faults, "cannot be read"):
-        keys = dict(_keys(read_json(path, dict, SETTINGS_LIMIT), faults))
+        content = read_json(path, dict, SETTINGS_LIMIT)
+        keys = dict(_keys(content, faults))
     if "scheduler.type" in keys:
         keys.setdefault("scheduler.params.warmup_num_steps", 1000)  # DeepSpeed's default
     file = DeepSpeedFile(keys, reading)
     for key in sorted(keys, key=_order):
-        shown = f"{key[:80]} = {shortened(json.dumps(keys[key]), 80)}"
-        with collected(faults, _section(key, "unsupported") or shown):
-            reading.notes.append(f"DeepSpeed's {shown}: {file.answer(key, keys[key])}")
-    reading.faults += first_faults([f"{where}: {fault}" for fault in dict.fromkeys(faults)], where)
+        value = keys[key]
+        written = f"{key[:80]} = {shortened(json.dumps(value), 80)}"
+        with collected(faults, _section(key, "unsupported") or written):
+            reading.notes.append(f"DeepSpeed's {written}: {file.answer(key, value)}")
+    distinct = [f"{where}: {fault}" for fault in dict.fromkeys(faults)]
+    reading.faults += first_faults(distinct, where)
 
 
 def _keys(content: dict, faults: list[str], section: str = "") -> Iterator[tuple[str, Any]]:
     """Each setting as the path that leads to it, and its value; `faults` takes those of keys."""
     for name, value in content.items():
         key = section + name
-        has_value = field_of(key) or key in answers("refused") or key in (BETAS, STEPS, *WIRE)
         if "." in name:
             faults.append(f"{key[:80]}: a key with a dot is no section; write it as an object")
-        elif isinstance(value, dict) and value and not has_value:
-            yield from _keys(value, faults, f"{key}.")
         elif key == BETAS and isinstance(value, list) and len(value) == 2:
-            yield from ((f"{key}[{index}]", beta) for index, beta in enumerate(value))
+            yield f"{key}[0]", value[0]
+            yield f"{key}[1]", value[1]
+        elif isinstance(value, dict) and value and not _has_value(key):
+            yield from _keys(value, faults, f"{key}.")
         else:
             yield key, value
+
+
+def _has_value(key: str) -> bool:
+    """Whether a key is no section."""
+    is_ours = field_of(key) is not None or key in (BETAS, STEPS, *WIRE)
+    return is_ours or key in answers("refused")
 
 
 def _order(key: str) -> tuple[bool, ...]:

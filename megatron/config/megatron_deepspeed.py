@@ -145,19 +145,21 @@ class Together:
         if len(self.reading.faults) > faults or length < 1:
             return
         # The end of the run, when its samples x length reach the tokens, and of its decay.
-        ends = [samples.get("train_samples"), value("train_samples")]
-        if any(ends) and value("lr_decay_samples") is None:
-            samples.setdefault("lr_decay_samples", max(filter(None, ends)))
-        ends.append(-(-tokens.get("--train-tokens", 0) // length))
-        samples["train_samples"] = min(filter(None, ends), default=None)
+        ends = list(filter(None, (samples.get("train_samples"), value("train_samples"))))
+        if ends and value("lr_decay_samples") is None:
+            samples.setdefault("lr_decay_samples", max(ends))
+        if "--train-tokens" in tokens:
+            ends.append(-(-tokens["--train-tokens"] // length))
+        if ends:
+            samples["train_samples"] = min(ends)
         for kind in ("decay", "warmup"):
             if f"--lr-{kind}-tokens" in tokens:
                 samples[f"lr_{kind}_samples"] = round(tokens[f"--lr-{kind}-tokens"] / length)
-        taken = " ".join(spelled(*each) for each in samples.items() if each[1] is not None)
+        taken = " ".join(spelled(name, count) for name, count in samples.items())
         self.reading.notes.append(f"{flags}: in samples of --seq-length {length}: {taken}")
         for name, count in samples.items():
-            self.reading.take(name, count)
             iters = name.replace("samples", "iters")
+            self.reading.take(name, count)
             self.reading.take(iters, FIELDS[iters].default)
 
     def _in_samples(self, flags: str, tokens: dict[str, int]) -> dict[str, int | None]:
@@ -238,17 +240,16 @@ class Together:
         """Take the values of fields that the user did not choose by our own flags. A flag that
         contradicts is a fault; a default of Megatron-DeepSpeed gives way.
         """
-        chosen = self.reading.chosen
-        for name, flag in SETS.items():
-            ours = self.reading.value(name)
-            if name in values and name in chosen and flag in self.given and ours != values[name]:
+        reading, taken = self.reading, []
+        for name, value in values.items():
+            flag, ours = SETS.get(name), reading.value(name)
+            if name not in reading.chosen:
+                reading.take(name, value)
+                taken.append(spelled(name, value))
+            elif flag in self.given and ours != value:
                 written = " ".join([flag, *self.given[flag]])
                 self._fault(f"{written}: contradicts {spelled(name, ours)}; remove one of them")
-        taken = {name: value for name, value in values.items() if name not in chosen}
-        flags = " ".join(spelled(*each) for each in taken.items())
-        self.reading.notes.append(f"Megatron-DeepSpeed's experts: {flags}")
-        for name, value in taken.items():
-            self.reading.take(name, value)
+        reading.notes.append(f"Megatron-DeepSpeed's experts: {' '.join(taken)}")
 
 
 def _every(interval: int, layers: int) -> str:

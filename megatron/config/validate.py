@@ -175,22 +175,21 @@ def _batch_schedule(run: RunView) -> Faults:
 def _lengths(run: RunView) -> Faults:
     """Warm-up and decay must be in the unit of the run, and fit into each other."""
     unit, wrong = ("iters", "samples") if run.train_samples is None else ("samples", "iters")
-    names = [f"lr_{part}_{unit}" for part in ("warmup", "decay", "wsd_decay")]
+    warmup, decay, final = f"lr_warmup_{unit}", f"lr_decay_{unit}", f"lr_wsd_decay_{unit}"
     # at a constant rate the length of the decay counts for a warm-up that is a share of it
     is_read = run.holds(DECAYING) or run.lr_warmup_fraction is not None
-    has_one_unit = run.given("train_iters", "train_samples") == [f"train_{unit}"]
-    if has_one_unit and not run.skip_train:
-        for name in names if is_read else names[:1]:
+    if run.given("train_iters", "train_samples") == [f"train_{unit}"] and not run.skip_train:
+        for name in (warmup, decay, final) if is_read else (warmup,):
             other = name.replace(unit, wrong)
             if getattr(run, other):
                 yield f"@{other}: the run is measured in --train-{unit}; use {flag_name(name)}"
-    warmup, decay, final = (getattr(run, name) or 0 for name in names)
-    if decay and warmup >= decay and is_read:
-        yield f"@{names[0]}: must be smaller than @{names[1]}"
-    if run.holds(FINAL_DECAY) and not final:
-        yield f"@lr_decay_style: give {flag_name(names[2])}, the length of its final decay"
-    elif run.holds(FINAL_DECAY) and decay and final + warmup > decay:
-        yield f"@{names[2]}: does not fit into @{names[1]} after the warm-up"
+    lengths = [getattr(run, name) or 0 for name in (warmup, decay, final)]
+    if is_read and lengths[0] >= lengths[1] > 0:
+        yield f"@{warmup}: must be smaller than @{decay}"
+    if run.holds(FINAL_DECAY) and not lengths[2]:
+        yield f"@lr_decay_style: give {flag_name(final)}, the length of its final decay"
+    elif run.holds(FINAL_DECAY) and lengths[0] + lengths[2] > lengths[1] > 0:
+        yield f"@{final}: does not fit into @{decay} after the warm-up"
 
 
 # ---------------------------------------------------------------- files and logging
