@@ -73,3 +73,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: the nearest known one, if any is near."""
     near = nearest_word(word, known)
     return f"; did you mean {near}?" if near else ""
+
+
+def nearest(value: int, unit: int) -> int:
+    """The multiple of `unit` that is nearest to a value, above 0."""
+    return max(unit, (value + unit // 2) // unit * unit)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megatron.config.derive import GATED_WIDTH, RunView, condition_text
+from megatron.config.errors import nearest
 from megatron.config.groups import CHANGING, DECAYING, GPT2_BPE, MODEL_FILE
 from megatron.config.model import YARN
 from megatron.config.options import FIELDS
@@ -265,11 +266,6 @@ moe_router_num_groups divisor num_experts
 moe_router_group_topk divisor moe_router_topk
 """
 COMPARISONS = {">": (operator.gt, "greater than"), ">=": (operator.ge, "at least")}
-
-
-def nearest(value: int, unit: int) -> int:
-    """The multiple of `unit` that is nearest to a value, above 0."""
-    return max(unit, (value + unit // 2) // unit * unit)
 
 
 def nearest_divisor(number: int, size: int, least: int = 1) -> int:

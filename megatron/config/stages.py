@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 
-from megatron.config.errors import UserError
+from megatron.config.errors import UserError, about, nearest
 from megatron.config.groups import Config
 from megatron.config.schedules import SCHEDULES, place
 
 AUTO = "auto"
+INSTEAD = "fewer stages or --pipeline-model-parallel-layout auto alone"
 _MOST_UNITS = 100_000  # in a layout string
 
 
@@ -131,25 +132,85 @@ def placement_of(config: Config) -> tuple[int, ...]:
     )
 
 
+def stage_count(config: Config) -> int:
+    """Stages on all pipeline ranks."""
+    distributed = config.distributed
+    virtual = distributed.num_virtual_stages_per_pipeline_rank or 1
+    return distributed.pipeline_model_parallel_size * virtual
+
+
 def layers_of_stages(config: Config) -> tuple[int, ...]:
-    """Layers of each stage of a resolved configuration, along the forward pass; not for `auto`,
-    which depends on costs.
+    """Layers of each stage, along the forward pass; not for `auto`, which depends on costs. Raises
+    UserError where the flags do not fit each other; `@field` in it is a flag with its value.
     """
     distributed = config.distributed
-    layers = config.model.num_layers
-    ranks = distributed.pipeline_model_parallel_size
-    virtual = distributed.num_virtual_stages_per_pipeline_rank
-    first = distributed.decoder_first_pipeline_num_layers
-    last = distributed.decoder_last_pipeline_num_layers
-    if ranks == 1:
-        return (layers,)
+    if distributed.pipeline_model_parallel_size == 1:
+        return (config.model.num_layers,)
     if distributed.pipeline_model_parallel_layout is not None:
-        return parse_layout(distributed.pipeline_model_parallel_layout)
-    if first is not None or last is not None:
-        held = [first, *[None] * (ranks - 2), last]
-        rest = (layers - sum(filter(None, held))) // max(1, held.count(None))
-        return tuple((held[rank] or rest) // virtual for rank in placement_of(config))
-    counts = [counted_layers(config) // (ranks * virtual)] * (ranks * virtual)
+        return _drawn(config)
+    ends = (
+        distributed.decoder_first_pipeline_num_layers,
+        distributed.decoder_last_pipeline_num_layers,
+    )
+    return _even(config) if ends == (None, None) else _uneven(config, *ends)
+
+
+def _drawn(config: Config) -> tuple[int, ...]:
+    distributed = config.distributed
+    with about("@pipeline_model_parallel_layout"):
+        counts = parse_layout(distributed.pipeline_model_parallel_layout)
+        if sum(counts) != config.model.num_layers:
+            raise UserError(f"has {sum(counts)} layers (t), not @num_layers")
+        has = f"has {len(counts)} stages"
+        if len(counts) % distributed.pipeline_model_parallel_size:
+            raise UserError(f"{has}, not a multiple of @pipeline_model_parallel_size")
+        if len(counts) != stage_count(config):
+            text = "which contradicts @num_virtual_stages_per_pipeline_rank; drop that"
+            raise UserError(f"{has}, {text}")
+    return counts
+
+
+def _even(config: Config) -> tuple[int, ...]:
+    distributed = config.distributed
+    layers, stages = counted_layers(config), stage_count(config)
+    unit, factor = stages, "@num_virtual_stages_per_pipeline_rank"
+    per_virtual = distributed.num_layers_per_virtual_pipeline_stage
+    if per_virtual is not None:
+        unit = distributed.pipeline_model_parallel_size * per_virtual
+        factor = "@num_layers_per_virtual_pipeline_stage"
+    if layers % unit:
+        added = layers - config.model.num_layers  # the embedding and the loss
+        counted = f" ({layers} with embedding and loss)" if added else ""
+        raise UserError(
+            f"@num_layers{counted}: must be a multiple of {unit}, @pipeline_model_parallel_size x "
+            f"{factor}; the nearest is {nearest(layers, unit) - added}, or give {INSTEAD}"
+        )
+    if per_virtual is not None and layers != stages * per_virtual:
+        text = "contradicts @num_virtual_stages_per_pipeline_rank; drop one"
+        raise UserError(f"@num_layers_per_virtual_pipeline_stage: {text}")
+    counts = [layers // stages] * stages
     counts[0] -= distributed.account_for_embedding_in_pipeline_split
     counts[-1] -= distributed.account_for_loss_in_pipeline_split
     return tuple(counts)
+
+
+def _uneven(config: Config, first: int | None, last: int | None) -> tuple[int, ...]:
+    """Numbers for the first or last rank: what they leave must fit the others, and each rank's
+    layers its virtual stages.
+    """
+    ranks = config.distributed.pipeline_model_parallel_size
+    virtual = config.distributed.num_virtual_stages_per_pipeline_rank
+    held = [first, *[None] * (ranks - 2), last]
+    others = held.count(None)
+    rest = config.model.num_layers - (first or 0) - (last or 0)
+    share = rest // max(1, others)
+    counts = [share if count is None else count for count in held]
+    are_whole = min(counts) > 0 and not any(count % virtual for count in counts)
+    if sum(counts) != config.model.num_layers or not are_whole:
+        raise UserError(
+            f"@decoder_first_pipeline_num_layers and @decoder_last_pipeline_num_layers: leave "
+            f"{rest} of @num_layers to {others} other pipeline rank(s), which must share them "
+            "evenly, all divisible by @num_virtual_stages_per_pipeline_rank; change the numbers, "
+            f"or give {INSTEAD}"
+        )
+    return tuple(counts[rank] // virtual for rank in placement_of(config))

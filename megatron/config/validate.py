@@ -17,12 +17,12 @@ from pathlib import Path
 from megatron.config.batch_schedule import batch_steps
 from megatron.config.data_paths import parse_blend, parse_split
 from megatron.config.derive import RunView, derived
-from megatron.config.errors import ArgumentErrors, UserError, about
+from megatron.config.errors import ArgumentErrors, UserError, about, nearest
 from megatron.config.foreign_checkpoint import foreign_checkpoint
 from megatron.config.groups import DECAYING, FINAL_DECAY, Config
 from megatron.config.layers import MOST_LAYERS
 from megatron.config.metadata import flag_name
-from megatron.config.rules import Faults, Rule, multiple, nearest, ranges, remarks, tables
+from megatron.config.rules import Faults, Rule, multiple, ranges, remarks, tables
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import LAYOUT_RULES, bubble

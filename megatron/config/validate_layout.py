@@ -7,10 +7,10 @@ from __future__ import annotations
 import math
 
 from megatron.config.derive import RunView, attention_ranks
-from megatron.config.errors import about
-from megatron.config.rules import Faults, divisor, multiple, nearest
+from megatron.config.errors import nearest
+from megatron.config.rules import Faults, divisor, multiple
 from megatron.config.schedules import SCHEDULES
-from megatron.config.stages import AUTO, counted_layers, parse_layout
+from megatron.config.stages import AUTO, layers_of_stages, stage_count
 
 # ---------------------------------------------------------------- sizes
 
@@ -112,90 +112,13 @@ def pipeline_split(run: RunView) -> Faults:
         )
     elif any(getattr(run, field) <= 0 for field in run.given(_PER_VIRTUAL, _VIRTUAL, *_UNEVEN)):
         return  # faults of their bounds
-    elif run.pipeline_model_parallel_layout is not None:
-        yield from _drawn(run)
-    elif run.given(*_UNEVEN):
-        yield from _uneven(run)
-    else:
-        yield from _even(run)
-
-
-def _stages(run: RunView) -> tuple[str, int]:
-    """`--pipeline-model-parallel-size 4 x --num-virtual-stages-per-pipeline-rank 2 = 8`, and 8."""
-    virtual = run.num_virtual_stages_per_pipeline_rank or 1
-    stages, shown = run.pp * virtual, "@pipeline_model_parallel_size"
-    if virtual > 1:
-        shown += f" x @num_virtual_stages_per_pipeline_rank = {stages}"
-    return shown, stages
-
-
-def _instead(run: RunView, stages: int) -> str:
-    """What shares out any number of layers."""
-    fits = stages <= run.num_layers + 2
-    return "--pipeline-model-parallel-layout auto alone" if fits else "fewer pipeline ranks"
-
-
-def _drawn(run: RunView) -> Faults:
-    """A layout that is given as text, or `auto`."""
-    shown, stages = _stages(run)
-    units = run.num_layers + 2
-    if run.pipeline_model_parallel_layout == AUTO:
-        if stages > units:
-            yield (
-                f"{shown}: more stages than the {units} units of @num_layers (embedding, layers, "
-                f"head); give at most {units} stages"
-            )
-        return
-    with about("@pipeline_model_parallel_layout"):
-        counts = parse_layout(run.pipeline_model_parallel_layout)
-    has = "@pipeline_model_parallel_layout: has"
-    if sum(counts) != run.num_layers:
-        yield f"{has} {sum(counts)} layers (t), not @num_layers"
-    if len(counts) % run.pp:
-        yield f"{has} {len(counts)} stages, not a multiple of @pipeline_model_parallel_size"
-    elif len(counts) != stages:
-        text = "which contradicts @num_virtual_stages_per_pipeline_rank; drop that"
-        yield f"{has} {len(counts)} stages, {text}"
-
-
-def _even(run: RunView) -> Faults:
-    """As many layers for each stage, the embedding and the loss among them where they count."""
-    layers = counted_layers(run.config)
-    shown, stages = _stages(run)
-    unit, per_virtual = stages, run.num_layers_per_virtual_pipeline_stage
-    if per_virtual is not None:
-        unit = run.pp * per_virtual
-        sizes = "@pipeline_model_parallel_size x @num_layers_per_virtual_pipeline_stage"
-        shown = f"{sizes} = {unit}"
-    if layers % unit:
-        counted = " and ".join(f"@{field}" for field in run.given(*_COUNTED))
-        with_them = f" ({layers} with those of {counted})" if counted else ""
-        near = nearest(layers, unit) - (layers - run.num_layers)
+    elif run.pipeline_model_parallel_layout != AUTO:
+        layers_of_stages(run.config)
+    elif stage_count(run.config) > run.num_layers + 2:
         yield (
-            f"@num_layers{with_them}: must be a multiple of {shown}; the nearest is {near}, or "
-            f"give {_instead(run, stages)}"
-        )
-    elif per_virtual and layers // unit != run.num_virtual_stages_per_pipeline_rank:
-        contradicts = "contradicts @num_virtual_stages_per_pipeline_rank; drop one"
-        yield f"@num_layers_per_virtual_pipeline_stage: {contradicts}"
-
-
-def _uneven(run: RunView) -> Faults:
-    """Numbers for the first or last rank: what they leave must fit the others, and each rank's
-    layers its virtual stages.
-    """
-    fields = run.given(*_UNEVEN)
-    numbers = [getattr(run, field) for field in fields]
-    virtual = run.num_virtual_stages_per_pipeline_rank
-    others = run.pp - len(numbers)
-    rest = run.num_layers - sum(numbers)
-    shared_out = rest > 0 and rest % (others * virtual) == 0 if others else rest == 0
-    if not shared_out or any(number % virtual for number in numbers):
-        shown = " and ".join(f"@{field}" for field in fields)
-        yield (
-            f"{shown}: leave {rest} of @num_layers to {others} other pipeline rank(s), which must "
-            "share them evenly, all divisible by @num_virtual_stages_per_pipeline_rank; change "
-            f"the numbers, or give {_instead(run, run.pp * virtual)}"
+            "@pipeline_model_parallel_size x @num_virtual_stages_per_pipeline_rank: more stages "
+            "than units of @num_layers (embedding, layers, head); give at most "
+            f"{run.num_layers + 2} stages"
         )
 
 

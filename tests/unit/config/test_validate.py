@@ -245,19 +245,19 @@ RULES = """
 
 # stages of a pipeline
 4 --num-layers 30 @pp 4
-    --num-layers 30: must be a multiple of @pp 4; the nearest is 32, or give
+    --num-layers 30: must be a multiple of 4, @pp 4 x @virtual 1; the nearest is 32, or give
 8 --num-layers 3 @pp 8
-    multiple of @pp 8; the nearest is 8, or give fewer pipeline ranks
+    must be a multiple of 8, @pp 8 x @virtual 1; the nearest is 8, or give
 4 --num-layers 12 @pp 4 @virtual 2
-    multiple of @pp 4 x @virtual 2 = 8; the nearest is 16
+    multiple of 8, @pp 4 x @virtual 2; the nearest is 16
 4 --num-layers 8 @pp 4 @loss
-    8 (9 with those of --account-for-loss-in-pipeline-split): must be a multiple of @pp 4; the
+    8 (9 with embedding and loss): must be a multiple of 4, @pp 4 x @virtual 1; the nearest is 7
 4 --num-layers 16 @pp 4 @per_virtual 3
-    @pp 4 x @per_virtual 3 = 12; the nearest is 12
+    multiple of 12, @pp 4 x @per_virtual 3; the nearest is 12
 4 --num-layers 16 @pp 4 @per_virtual 2 @virtual 4
     @per_virtual 2: contradicts @virtual 4; drop
 4 --num-layers 9 @pp 4 @first 3 @virtual 2
-    @first 3: leave 6 of --num-layers 9 to 3 other pipeline rank(s), which must share them evenly
+    @first 3 and --decoder-last-pipeline-num-layers: leave 6 of --num-layers 9 to 3 other
 4 --num-layers 8 @pp 4 @layout auto @first 3
     @layout auto: contradicts @first 3; keep one way
 2 --num-layers 2 @pp 2 @layout Et|tL @embedding @per_virtual 1
@@ -269,7 +269,7 @@ RULES = """
 2 --num-layers 4 @pp 2 @layout Et|t|t|tL @virtual 3
     4 stages, which contradicts @virtual 3
 8 --num-layers 8 @pp 8 @layout auto @virtual 2
-    @pp 8 x @virtual 2 = 16: more stages than the 10
+    @pp 8 x @virtual 2: more stages than units of --num-layers 8
 4 --num-layers 8 @pp 4 --pipeline-schedule interleaved
     needs several stages on each pipeline rank
 2 --num-layers 4 @pp 2 --pipeline-schedule zero-bubble @layout Et|t|t|tL
