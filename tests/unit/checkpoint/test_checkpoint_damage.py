@@ -208,6 +208,24 @@ def test_malformed_headers(tmp_path, change, text):
     assert list(entries) == ["a@0", "b@0"]
 
 
+def test_json_that_is_nested_deeply_is_an_error_and_no_crash(tmp_path):
+    deep = b"[" * 100_000
+    for decode in (
+        lambda: decode_manifest(manifest._frame(deep), tmp_path),
+        lambda: decode_header(bytes(8) + deep, 8, tmp_path),
+    ):
+        with pytest.raises(CheckpointError, match="nested deeper"):
+            decode()
+
+
+def test_a_file_that_is_truncated_while_it_is_open(two):
+    with Checkpoint(two) as checkpoint:
+        file = two / "shard-00001.safetensors"
+        os.truncate(file, file.stat().st_size - 300)
+        with pytest.raises(CheckpointError, match="shard-00001.safetensors.*truncated"):
+            checkpoint.verify()
+
+
 def test_a_wrong_tracker_is_ignored_with_a_warning(tmp_path, two, log_lines):
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     for content in (b"1\n", b"", b"release\n", b"\xff\xfe" * 500):

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megatron.checkpoint.boxes import tiles
 from megatron.checkpoint.index import Index
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.config.errors import UserError
 
 
 def open_and_read(root, seed: int, cut_seed: int) -> tuple[list[str], list[str]]:
@@ -62,6 +64,20 @@ def test_the_first_rank_opens_everything_and_the_others_what_they_read(gloo_worl
     across = [reading for _, reading in gloo_world(4).run(open_and_read, tmp_path, 7, 3)]
     assert all(len(set(reading)) == len(reading) for reading in across)
     assert sum(map(len, across)) > 8
+
+
+def open_unencoded(root) -> str:
+    """The error where the first rank cannot give the others its index."""
+    fault = CheckpointError("MANIFEST.json: cannot be read")
+    with mock.patch.object(Index, "encode", side_effect=fault), pytest.raises(UserError) as error:
+        open_checkpoint(root, ranks=all_ranks())
+    return str(error.value)
+
+
+def test_no_rank_waits_for_an_index_that_cannot_be_sent(gloo_world, tmp_path):
+    gloo_world(2).run(save, tmp_path, 1, 1, BOTH)
+    first, second = gloo_world(2).run(open_unencoded, tmp_path)
+    assert first == second and "MANIFEST.json: cannot be read" in first
 
 
 def test_an_index_that_was_sent_is_the_one_that_was_opened(tmp_path):

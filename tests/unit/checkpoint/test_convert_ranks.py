@@ -8,8 +8,11 @@ import contextlib
 import errno
 import io
 import json
+import multiprocessing
 import re
 import sys
+import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -130,6 +133,52 @@ def run_of(layers: int, hidden: int, heads: int, positions: int, vocab: int) -> 
         "config": Config(model=model).to_dict(),
         "vocab_size": vocab,
     }
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    save_in_shards(tmp_path / "run", 1, *run_of(1, 8, 2, 4, 11))
+    monkeypatch.setattr(huggingface_files.shutil, "disk_usage", lambda path: mock.Mock(free=100))
+    code, shown = convert("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
+    assert code == 2 and "GiB left" in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def peak_here(*words: object) -> int:
+    """Anonymous memory that the tool takes at its peak above what was held before."""
+
+    def held() -> int:
+        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+    def sample() -> None:
+        while not ended.wait(0.001):
+            seen.append(held())
+
+    seen, ended = [held()], threading.Event()
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    code, shown = convert(*words)
+    ended.set()
+    sampler.join()
+    assert code == 0, shown
+    return max(seen) - seen[0]
+
+
+@pytest.mark.full
+def test_no_whole_model_in_memory(tmp_path):
+    """Each way in a new process: what earlier tests have freed would hide what is taken."""
+    # most of it in an embedding and in matrices that GPT-2 transposes
+    shards, state = run_of(1, 1024, 16, 16, 30_000)
+    save_in_shards(tmp_path / "run", 1, shards, state)
+    size = sum(tensor.nbytes for _, tensor in shards[0])
+    for words in (
+        ("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf"),
+        ("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "back"),
+    ):
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as process:
+            assert 1 << 20 < process.submit(peak_here, *words).result() < size / 2
+    with open_checkpoint(tmp_path / "run") as run, open_checkpoint(tmp_path / "back") as back:
+        assert all(same_bits(run[box.name], back[box.name]) for box, _ in shards[0])
 
 
 def test_a_failed_or_interrupted_export_leaves_nothing_that_looks_complete(

@@ -100,7 +100,9 @@ FLIPS = {
         (1, "exp_avg", KEYS, BETWEEN.format(0, 1)),
         (1, "exp_avg", NORM, BETWEEN.format(0, 1)),
     ],
-    # both ends of the pipeline hold a tied matrix; a schedule that splits the backward pass
+    # both ends of the pipeline hold a tied matrix
+    ("tied-bf16", "pp2"): [(1, "weights", EMBEDDING, BETWEEN.format(0, 1))],
+    # a schedule that splits the backward pass
     ("tied-bf16", "pp2zbv"): [],
     ("tied-bf16", "pp2dp2zero2"): [
         (3, "master weights", EMBEDDING, BETWEEN.format(1, 3)),
