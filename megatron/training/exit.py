@@ -127,10 +127,6 @@ class ExitConditions:
         self.agreed = sums.read()["requests"]
         return any(self.agreed[: len(SIGNAL_CODES)])
 
-    def exchange(self, axis: Axis, device: torch.device) -> bool:
-        """Exchange requests and wait; whether a signal is among them."""
-        return self.finish_exchange(self.start_exchange(axis, device))
-
     def check(self, iteration: int) -> Exit | None:
         """The reason to stop after this iteration, if any, by the last exchange."""
         # All ranks decide by the same numbers: a rank that left alone would hang the others.

@@ -11,11 +11,11 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from megatron.config.groups import TrainingConfig
 from megatron.data.loader import Source
-from megatron.distributed.peers import PEERS
 from megatron.observe.console import evaluation_lines
 from megatron.observe.metrics import evaluation_metrics
 from megatron.optimizer.lr_schedule import finished
@@ -25,7 +25,6 @@ from megatron.training.exit import Exit
 from megatron.training.reporting import Interval, consumed, log
 from megatron.training.run import Run
 from megatron.training.step import (
-    PendingStep,
     StepMetrics,
     non_finite_micro_batches,
     train_step,
@@ -44,17 +43,15 @@ def train(run: Run) -> Exit:
     """Train until the run ends or an exit condition holds; a checkpoint is written before returning
     (with --save), or the exit code is 1.
     """
-    config, progress, timer = run.config, run.progress, run.timing.rank_timer
+    config, progress = run.config, run.progress
     interval = Interval(time.perf_counter())
-    gc_interval = config.training.manual_gc_interval if config.training.manual_gc else 0
+    ended = Exit(COMPLETE, 0)
     with manual_collection(config.training):
-        if timer is not None:
-            timer.begin()
         while not finished(config, progress.iteration, progress.consumed_samples):
             # 1. One step, queued on the device before the outcome of the last one is read.
-            PEERS.iteration = progress.iteration + 1
             if run.profiler is not None:
-                interval.outside += run.profiler.next_step(progress.iteration)
+                with interval.paused():
+                    run.profiler.next_step(progress.iteration)
             step = train_step(run, partial(finish_step, run, interval))
             interval.pending, iteration, due = step, progress.iteration, step.batch.due
 
@@ -62,55 +59,32 @@ def train(run: Run) -> Exit:
             # the same: what is due follows from the iteration, and exits are agreed upon.
             if any(due) or step.copy.is_here or run.exits.check(iteration):
                 finish_step(run, interval)
-            # Requests are those of the last step that was read: on a GPU the one before, so that a
-            # signal is seen one iteration late, by all ranks in the same one.
-            exit_now = run.exits.check(iteration)
             run.timing.events.step(iteration)
-            if run.lease is not None:
-                run.lease.check()
 
-            # 3. Console line, evaluation and checkpoint: no part of a rank's compute time.
+            # 3. What comes between two steps: no part of a rank's compute time, and only the
+            # console line is part of an iteration's.
             with run.timing.outside():
-                if any(due) or exit_now:
-                    interval, exit_now = _between_steps(run, interval, step, exit_now)
-                if gc_interval and iteration % gc_interval == 0:
+                if due.log:
+                    interval = log(run, interval, step.rates)
+                if due.evaluate:
+                    with interval.paused(), collected_evaluation(config.training):
+                        progress.evaluation_due = not evaluate_all(run, "validation")
+                # Requests are those of the last step that was read: on a GPU the one before, so
+                # that a signal is seen one iteration late, by all ranks in the same one.
+                exit_now = run.exits.check(iteration)
+                # After the evaluation, so that its outcome is in the checkpoint.
+                everywhere = due.save or due.end or exit_now
+                if everywhere or due.save_local:
+                    with interval.paused():
+                        save(run, local_alone=not everywhere)
+                if due.collect_garbage:
                     gc.collect()
             # A request at the last iteration changes nothing, unless it cut the evaluation short.
             if exit_now and (progress.evaluation_due or not due.end):
-                return _end(run, exit_now)
-        return Exit(COMPLETE, 0 if finalize(run) else 1)
-
-
-def _between_steps(
-    run: Run, interval: Interval, step: PendingStep, exit_now: Exit | None
-) -> tuple[Interval, Exit | None]:
-    """Log, evaluate and save what is due; the interval that continues, and the reason to stop, if
-    there is one now.
-    """
-    due = step.batch.due
-    if due.log:
-        interval = log(run, interval, step.rates)
-
-    # what follows is no part of an iteration's time
-    paused = time.perf_counter()
-    if due.evaluate:
-        with collected_evaluation(run.config.training):
-            run.progress.evaluation_due = run.exits.exchange(
-                run.groups.world, run.device
-            ) or not evaluate_all(run, "validation")
-        exit_now = exit_now or run.exits.check(run.progress.iteration)
-    # After the evaluation, so that its outcome is in the checkpoint.
-    if due.save or due.end or exit_now:
-        save(run)
-    elif due.save_local:
-        save(run, local_alone=True)
-    interval.outside += time.perf_counter() - paused
-    return interval, exit_now
-
-
-def _end(run: Run, reason: Exit) -> Exit:
-    """Wait for the last save; the reason to exit, with code 1 when it failed."""
-    return reason if finalize(run) else Exit(f"{reason.reason}, but the last save failed", 1)
+                ended = exit_now
+                break
+        # 4. A save in the background may still be under way.
+        return ended if finalize(run) else replace(ended, code=1)
 
 
 def finish_step(run: Run, interval: Interval) -> None:
@@ -123,6 +97,8 @@ def finish_step(run: Run, interval: Interval) -> None:
         return
     metrics, progress = interval.pending.read(), run.progress
     interval.pending, batch = None, metrics.batch
+    if run.lease is not None:
+        run.lease.check()
     run.exits.agreed = metrics.exit_requests
     if run.checkpoints is not None:
         run.checkpoints.advance(metrics.save_requests)

@@ -366,7 +366,7 @@ def _initialize_or_load(run: Run) -> None:
             f" loaded checkpoint {checkpoint.path} at iteration "
             f"{iteration}{continuity(checkpoint, run)}"
         )
-    run.timing.events.ready(iteration)
+    run.timing.ready(iteration)
 
 
 def _train_and_evaluate(run: Run) -> int:
@@ -374,7 +374,8 @@ def _train_and_evaluate(run: Run) -> int:
     # 1. Validation that is due before training.
     skip_train = run.config.evaluation.skip_train
     if skip_train or run.progress.evaluation_due:
-        run.progress.evaluation_due = not evaluate_all(run, "validation")
+        with run.timing.outside():
+            run.progress.evaluation_due = not evaluate_all(run, "validation")
 
     # 2. Training.
     ended = Exit(COMPLETE, 0)

@@ -5,7 +5,6 @@ that tools/_report/step_parts.py reads; and --record-memory-history.
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -44,9 +43,8 @@ class StepProfiler:
         self.state = "waiting"  # then "prepared", "recording", "over"
         self.step = ExitStack()  # the range of the present iteration
 
-    def next_step(self, iterations: int) -> float:
-        """Begin the step after `iterations`; the seconds that this took."""
-        begun = time.perf_counter()
+    def next_step(self, iterations: int) -> None:
+        """Begin the step after `iterations`."""
         self.step.close()
         if iterations >= self.config.profile_step_end:
             self.close()
@@ -62,7 +60,6 @@ class StepProfiler:
                 self.state = "recording"
             if self.state == "recording":
                 self.step.enter_context(named("iteration", iterations + 1))
-        return time.perf_counter() - begun
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

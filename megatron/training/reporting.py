@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +44,13 @@ class Interval:
     outside: float = 0.0  # seconds of evaluation and checkpoints, which are no part of an iteration
     last: StepMetrics | None = None  # of the last step that was read
     pending: PendingStep | None = None  # the last step, until its outcome is read
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is no part of an iteration."""
+        begun = time.perf_counter()
+        yield
+        self.outside += time.perf_counter() - begun
 
 
 def last_iteration(config: Config, progress: Progress) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.config.layers import widest_window
 from megatron.data.loader import Batch, Source
 from megatron.distributed.collectives import all_reduce
-from megatron.distributed.peers import idle
+from megatron.distributed.peers import PEERS, idle
 from megatron.model.attention.context_parallel import ContextParallel, places_of_ranks
 from megatron.model.layer import REPORTED_SUM, MicroBatch, ScalarSpec
 from megatron.optimizer.lr_schedule import StepRates, finished, global_batch_size_at
@@ -43,6 +43,7 @@ def train_step(run: Run, finish_pending: Callable[[], None]) -> PendingStep:
     if run.scaler.dynamic:  # the loss scale depends on that outcome
         finish_pending()
     batch = next_batch(run)
+    PEERS.iteration = batch.iteration
 
     # 1. Forward and backward passes. Layers are gathered and reduced as they run.
     sums = forward_backward(run, batch)
@@ -73,8 +74,9 @@ def next_batch(run: Run) -> GlobalBatch:
         config.evaluation.eval_interval,
         config.checkpoint.save_interval,
         config.checkpoint.local_save_interval,
+        config.training.manual_gc and config.training.manual_gc_interval,
     )
-    log, evaluate, save, save_local = (
+    log, evaluate, save, save_local, collect_garbage = (
         bool(interval) and iteration % interval == 0 for interval in intervals
     )
     due = Due(
@@ -82,6 +84,7 @@ def next_batch(run: Run) -> GlobalBatch:
         evaluate=(evaluate or is_last) and bool(run.data.valid),
         save=save,
         save_local=save_local,
+        collect_garbage=collect_garbage,
         end=is_last,
     )
     nominal_tokens = size * config.data.seq_length
@@ -292,6 +295,7 @@ class Due(NamedTuple):
     evaluate: bool
     save: bool
     save_local: bool
+    collect_garbage: bool
     end: bool
 
 

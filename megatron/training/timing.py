@@ -101,6 +101,12 @@ class Timing:
     # around what is no part of a rank's compute time
     outside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
+    def ready(self, iteration: int) -> None:
+        """Training begins."""
+        self.events.ready(iteration)
+        if self.rank_timer is not None:
+            self.rank_timer.begin()
+
 
 def make_timing(
     config: Config,
