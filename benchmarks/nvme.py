@@ -72,7 +72,7 @@ class Step:
         model = GPTModel(
             shape, vocab_size=VOCABULARY, padded_vocab=VOCABULARY, dtype=torch.bfloat16, seed=1
         )
-        blocks = build_blocks(model, torch.device("cpu"), host_fraction=1.0, in_files=True)
+        blocks = build_blocks(model, torch.device("cpu"), optimizer=config.optimizer)
         self.optimizer = Optimizer(blocks, config)
         self.optimizer.keeps_gradients = True
         self.optimizer.initialise()

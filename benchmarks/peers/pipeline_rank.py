@@ -59,7 +59,6 @@ from megatron.parallel.pipeline import (  # noqa: E402
     StepSums,
     Task,
 )
-from megatron.parallel.recording import Recording  # noqa: E402
 from megatron.parallel.schedule import (
     COMPUTATIONS,
     Action,
@@ -73,6 +72,7 @@ from megatron.parallel.schedule import (
     message_needed,
     place,
 )  # noqa: E402
+from megatron.parallel.timeline import Recording  # noqa: E402
 from megatron.parallel.zero_plan import ZeroPlan  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -17,9 +17,7 @@ it:
 
 Gradients exist from the first backward pass of a step to the update. A frozen block has the weight
 alone, its slice at stage 3. Of an offloaded block (stage 3) what a gather reads is in the host's
-memory: the device has the whole weight while it is needed, and nothing else of it. Called from
-training/pretrain.py, which builds the buffers, and from parallel/zero.py and
-optimizer/optimizer.py in every step.
+memory: the device has the whole weight while it is needed, and nothing else of it.
 """
 
 from __future__ import annotations
@@ -28,14 +26,12 @@ import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron.config.groups import Config
+from megatron.config.groups import Config, DistributedConfig, OptimizerConfig
 from megatron.config.stages import frozen_units
 from megatron.distributed.groups import Axis, BufferGroups, Groups, one_process
 from megatron.model.additions import check_additions
@@ -69,14 +65,21 @@ class BufferEntry:
 
     def runs(self, box: Box) -> Iterator[tuple[int, int, int]]:
         """A box's contiguous ranges in the flat buffer: (start, stop, its first row in the box)."""
-        width, rows, stride = (
-            math.prod(self.shape[1:]),
-            box.extent[0] // box.groups,
-            self.shape[0] // box.groups,
-        )
+        width = math.prod(self.shape[1:])
+        rows, stride = box.extent[0] // box.groups, self.shape[0] // box.groups
         for group in range(box.groups):
-            first = self.start + (group * stride + box.start) * width
-            yield first, first + rows * width, group * rows
+            start = self.start + (group * stride + box.start) * width
+            yield start, start + rows * width, group * rows
+
+    def parts(self, box: Box, first: int, last: int) -> Iterator[tuple[int, Box]]:
+        """What elements [first, last) of the block have of a box, as boxes without gaps: (where it
+        begins, box).
+        """
+        width = math.prod(self.shape[1:])
+        for start, stop, row in self.runs(box):
+            low, high = max(start, first) - start, min(stop, last) - start
+            for at, part in _rectangles(box, row, width, low, high):
+                yield start + at, part
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,13 @@ class BufferLayout:
     size: int  # with padding
 
     @cached_property
-    def cleared(self) -> tuple[tuple[int, int], ...]:
+    def cleared(self) -> list[tuple[int, int]]:
         """The ranges of a new gradient that no wgrad GEMM of a linear layer overwrites."""
-        start, found = 0, []
-        for entry in self.entries:
-            if entry.start < self.late:  # a tensor without an element may end there, too
-                found.append((start, entry.start))
-                start = entry.stop
-        return tuple((first, last) for first, last in (*found, (start, self.size)) if first < last)
+        late = [entry for entry in self.entries if entry.start < self.late]
+        starts = [0, *(entry.stop for entry in late)]
+        stops = [*(entry.start for entry in late), self.size]
+        # a tensor without an element may end where the next one starts
+        return [(start, stop) for start, stop in zip(starts, stops) if start < stop]
 
 
 class Segment(NamedTuple):
@@ -113,8 +115,7 @@ class Segment(NamedTuple):
 
 
 class Block:
-    """The flat buffers of one block on this rank. `zero_stage` is --zero-stage, but 0 for what is
-    kept with the weights and not trained.
+    """The flat buffers of one block on this rank.
 
         weight     the whole block, in the model's precision; at stage 3 its storage is freed
                    between uses
@@ -130,7 +131,11 @@ class Block:
         summed     stages 2 and 3: `own` of the reduced gradient
         early      stages 2 and 3: what first halves of split backward passes have completed
 
-    The life of a gradient, in methods that ZeRO and the optimizer call:
+    `zero_stage` is 0 for what is kept with the weights and not trained. Master weights and moments
+    are in the host's memory where the block is `on_host`, `in_files` in its files (nvme.py).
+    `piece`, of some methods, is a part of `own`, of which the buffer is.
+
+    The life of a gradient:
 
         open        before the first backward pass of a step (stages 2 and 3: of a micro-batch)
         open_early, close_early, add_early     around the halves of a split backward pass
@@ -154,16 +159,13 @@ class Block:
         in_files: bool = False,
         offloaded: bool = False,
     ):
-        # where master weights and moments are: in the host's memory, or in its files (nvme.py)
-        self.on_host, self.in_files = on_host, in_files
-        self.offloaded = offloaded
-        self.layout, self.parameters, self.zero_stage = layout, parameters, zero_stage
-        self.grad_dtype, self.trained = grad_dtype, grad_dtype is not None
+        self.layout, self.parameters, self.groups = layout, parameters, groups
         self.name, self.entries, self.size = layout.name, layout.entries, layout.size
-        self.groups = groups
+        self.zero_stage, self.grad_dtype = zero_stage, grad_dtype
+        self.trained = grad_dtype is not None
+        self.on_host, self.in_files, self.offloaded = on_host, in_files, offloaded
         # this rank's slice of the reduced gradient, at every stage
         self.shard_range = _equal_part((0, self.size), groups.shard)
-        # What this rank updates: all of the block at stage 0, its slice above.
         self.own = self.shard_range if zero_stage > 0 else (0, self.size)
         self.own_slice = slice(*self.own)
         # what this rank counts, where all count once
@@ -174,13 +176,10 @@ class Block:
         self.grad: Tensor | None = None
         self.summed: Tensor | None = None
         self.early: dict[Any, Tensor] = {}
-        wide = accumulation_dtype(dtype) if self.trained else dtype
-        self._build_masters(dtype, wide, device)
+        self._build_masters(dtype, device)
 
     def _make_weight(self, dtype: torch.dtype, device: torch.device) -> None:
-        """The weight, zeros, with the parameters as views into it. model/spec.py has the table of
-        what each carries from then on.
-        """
+        """The weight, zeros, with the parameters as views into it."""
         self.weight = torch.zeros(self.size, dtype=dtype, device=device)
         # autograd counts no writes to it
         empty = torch.empty(0, dtype=dtype, device=device)
@@ -192,34 +191,28 @@ class Block:
             vars(stored).update(vars(parameter), main_grad=None, label=entry.name)
             torch.utils.swap_tensors(parameter, stored)
 
-    def _build_masters(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
-        """The master weights, unless files have them, and what a step rounds them to: nothing where
-        they are the weights, nor at stage 3, which rounds when it gathers, unless that is in
-        another memory or they are.
-        """
-        # At stage 3 the weight's storage is freed between uses, so the master is separate in any
-        # precision.
+    def _build_masters(self, dtype: torch.dtype, device: torch.device) -> None:
+        """The master weights, unless files have them, and what a step rounds them to."""
+        wide = accumulation_dtype(dtype) if self.trained else dtype
         length = self.own[1] - self.own[0]
-        separate = self.zero_stage == 3 or dtype != wide or self.on_host
         self.master: Tensor | None = None
         self.rounded: Tensor | None = None
-        if self.offloaded:
-            narrow = dtype != wide or self.in_files
-            self.rounded = host_memory(length, dtype, device) if narrow else None
-            if not self.in_files:
-                self.master = (
-                    torch.zeros(length, dtype=wide) if narrow else host_memory(length, wide, device)
-                )
+        # The weight itself, but where it is narrower, on another device or, at stage 3, freed
+        # between uses.
+        if self.zero_stage < 3 and dtype == wide and not self.on_host:
+            self.master = self.weight[self.own_slice]
             return
-        if not self.in_files:
-            self.master = (
-                torch.zeros(length, dtype=wide, device="cpu" if self.on_host else device)
-                if separate
-                else self.weight[self.own_slice]
-            )
+        # A gather reads the master, if that is in the memory and the precision for it.
+        gathers_master = self.offloaded and dtype == wide and not self.in_files
+        if gathers_master:
+            self.master = host_memory(length, wide, device)
+        elif not self.in_files:
+            self.master = torch.zeros(length, dtype=wide, device="cpu" if self.on_host else device)
         if self.zero_stage < 3:
-            self.rounded = self.weight[self.own_slice] if separate else None
-        elif self.on_host:
+            self.rounded = self.weight[self.own_slice]
+        elif self.offloaded and not gathers_master:
+            self.rounded = host_memory(length, dtype, device)
+        elif self.on_host and not self.offloaded:
             self.rounded = torch.zeros(length, dtype=dtype, device=device)
 
     # ---- weights at stage 3
@@ -321,28 +314,22 @@ class Block:
     # ---- what this rank updates
 
     def boxes(self, buffer: Tensor, piece: slice | None = None) -> Iterator[tuple[Box, Tensor]]:
-        """The parts of logical tensors in a buffer as long as `own`, or in one of only a piece of
-        that, each with the view that holds it: whole parameters where they are not cut, else runs
-        of whole rows and parts of rows.
+        """The parts of logical tensors in a buffer as long as `own`, or in one of a piece, each
+        with the view that holds it: whole parameters where they are not cut, else runs of whole
+        rows and parts of rows.
         """
         first, last = self._range(piece)
         for entry in self.entries:
+            is_whole = first <= entry.start and entry.stop <= last
             for box in entry.boxes:
-                if first <= entry.start and entry.stop <= last:
+                if is_whole:
                     yield box, entry.view(buffer, first)
                     continue
                 # The rank's slice may begin and end inside of a row: parts are named so that a
                 # checkpoint can be read in any other layout.
-                for start, stop, row in entry.runs(box):
-                    for at, part in _rectangles(
-                        box,
-                        row,
-                        math.prod(entry.shape[1:]),
-                        max(start, first) - start,
-                        min(stop, last) - start,
-                    ):
-                        low = start + at - first
-                        yield part, buffer[low : low + math.prod(part.extent)].view(part.extent)
+                for start, part in entry.parts(box, first, last):
+                    flat = buffer.narrow(0, start - first, math.prod(part.extent))
+                    yield part, flat.view(part.extent)
 
     def runs(self, entry: BufferEntry, box: Box, buffer: Tensor) -> Iterator[Tensor]:
         """The flat pieces of a box in a buffer as long as `own`."""
@@ -365,8 +352,9 @@ class Block:
                     for first, stop, _ in entry.runs(box):
                         ranges.append((start, first))
                         start = stop
+        ranges.append((start, self.size))
         found = []
-        for first, stop in (*ranges, (start, self.size)):
+        for first, stop in ranges:
             low, high = max(first, self.share[0], lowest), min(stop, self.share[1], highest)
             if low < high:
                 found.append(slice(low - lowest, high - lowest))
@@ -378,15 +366,14 @@ class Block:
         # Multipliers change at the ends of the layout's ranges alone: two or three a block.
         start, found = first, []
         for stop, multipliers in self.layout.ranges:
-            if start < min(stop, last):
-                found.append(Segment(slice(start - first, min(stop, last) - first), multipliers))
-            start = max(start, min(stop, last))
+            end = min(stop, last)
+            if start < end:
+                found.append(Segment(slice(start - first, end - first), multipliers))
+                start = end
         return found
 
     def _range(self, piece: slice | None) -> tuple[int, int]:
-        """The block's elements [first, last) in a piece of what this rank updates; all of that for
-        None.
-        """
+        """The block's elements [first, last) in a piece, or in all of `own`."""
         return self.own if piece is None else (self.own[0] + piece.start, self.own[0] + piece.stop)
 
 
@@ -431,139 +418,131 @@ def padded(elements: int, parts: int = 1) -> int:
     return -(-elements // (ALIGNMENT * parts)) * ALIGNMENT * parts
 
 
-def lay_out_blocks(
-    model: GPTModel, parts: Callable[[str], int]
-) -> list[tuple[BufferLayout, list[nn.Parameter]]]:
-    """Where every parameter of a model lies, buffer by buffer in the order of the forward pass. A
-    unit has a buffer for each group that its parameters declare; buffers of a group can be cut into
-    `parts(group)` equal slices.
-    """
-    layouts, placed = [], set()
-    declared = {
-        parameter: _Declared(name, parameter, spec) for name, parameter, spec in model.declared()
-    }
-    # A unit has a buffer for each group of ranks: experts and dense tensors are replicated over
-    # different ranks.
-    for unit_name, unit in model.named_layers():
-        # a tied head adds none
-        own = [parameter for parameter in unit.parameters() if parameter not in placed]
-        placed.update(own)
-        ordered = _in_buffer_order(model, [declared[parameter] for parameter in own])
-        for group in dict.fromkeys(each.spec.group for each in ordered):
-            members = [each for each in ordered if each.spec.group == group]
-            layout = _lay_out(model, unit_name, group, members, parts(group))
-            layouts.append((layout, [each.parameter for each in members]))
-    return layouts
-
-
 class _Declared(NamedTuple):
-    """A parameter, and what the model declares of it."""
+    """A parameter, and what the model declares of it. `is_late`: a split backward pass leaves its
+    gradient for later.
+    """
 
     name: str
     parameter: nn.Parameter
     spec: ParameterSpec
-
-    def is_late(self, model: GPTModel) -> bool:
-        """Whether a split backward pass leaves its gradient for later."""
-        # of a tied head it precedes the embedding's
-        heads = model.head is not None and self.parameter is model.head.weight
-        return self.spec.is_gemm or heads
+    is_late: bool
 
 
-def _in_buffer_order(model: GPTModel, own: list[_Declared]) -> list[_Declared]:
+def lay_out_blocks(
+    model: GPTModel, groups: Groups
+) -> list[tuple[BufferLayout, list[nn.Parameter]]]:
+    """Where every parameter of a model lies, buffer by buffer in the order of the forward pass. A
+    unit has a buffer for each group of ranks that hold its parameters.
+    """
+    layouts, placed = [], set()
+    # a tied head's gradient precedes the embedding's
+    head = None if model.head is None else model.head.weight
+    declared = {
+        parameter: _Declared(name, parameter, spec, spec.is_gemm or parameter is head)
+        for name, parameter, spec in model.declared()
+    }
+    for unit_name, unit in model.named_layers():
+        # a tied head adds none
+        own = [parameter for parameter in unit.parameters() if parameter not in placed]
+        placed.update(own)
+        ordered = _in_buffer_order([declared[parameter] for parameter in own])
+        for group in dict.fromkeys(each.spec.group for each in ordered):
+            members = [each for each in ordered if each.spec.group == group]
+            # every rank keeps all of what is not trained
+            parts = 1 if group == UNTRAINED else groups.buffers[group].replicas.size
+            layout = _lay_out(model, unit_name, group, members, parts)
+            layouts.append((layout, [each.parameter for each in members]))
+    return layouts
+
+
+def _in_buffer_order(own: list[_Declared]) -> list[_Declared]:
     """Decayed parameters first, of them the late ones, and those together that an update rule
     treats alike.
     """
     # The order decides how few ranges there are: one run of decayed tensors, and in it one run of
     # those whose gradients a split backward pass computes later.
     kinds = list(dict.fromkeys(each.spec.multipliers for each in own))
-    return sorted(
-        own,
-        key=lambda each: (
-            not each.spec.decay,
-            not each.is_late(model),
-            kinds.index(each.spec.multipliers),
-        ),
-    )
+
+    def place(each: _Declared) -> tuple[bool, bool, int]:
+        return not each.spec.decay, not each.is_late, kinds.index(each.spec.multipliers)
+
+    return sorted(own, key=place)
 
 
 def _lay_out(
     model: GPTModel, unit: str, group: str, members: list[_Declared], parts: int
 ) -> BufferLayout:
     """The buffer of a unit's parameters that one group holds, in `parts` equal slices."""
-    entries, ranges, end, late_end = [], [], 0, 0
-    for name, parameter, spec in members:
+    entries, end, late_end = [], 0, 0
+    ranges: list[tuple[int, Multipliers]] = []
+    for name, parameter, spec, is_late in members:
         # Each tensor starts on the grid, so that every cut of the buffer into slices lies on it.
         entries.append(BufferEntry(name, end, parameter.shape, spec.boxes(model.grid(group))))
         end += padded(parameter.numel())
+        if ranges and ranges[-1][1] == spec.multipliers:
+            ranges.pop()  # one range of both
         ranges.append((end, spec.multipliers))
-    for entry, each in zip(entries, members):
-        if each.is_late(model):
-            late_end = entry.start + padded(entry.numel)
+        if is_late:
+            late_end = end
     size = padded(end, parts)
     ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
     name = unit if group == "dense" else f"{unit} ({group})"
-    # Adjacent tensors with equal multipliers form one range, which ends with the last of them.
-    joined = tuple([*alike][-1] for _, alike in groupby(ranges, itemgetter(1)))
-    return BufferLayout(name, unit, group, tuple(entries), late_end, joined, size)
+    return BufferLayout(name, unit, group, tuple(entries), late_end, tuple(ranges), size)
 
 
 def build_blocks(
     model: GPTModel,
     device: torch.device,
     groups: Groups = one_process(),
+    distributed: DistributedConfig = DistributedConfig(),
+    optimizer: OptimizerConfig = OptimizerConfig(),
     *,
-    zero_stage: int = 0,
     training: bool = True,
-    narrow_grads: bool = False,
-    host_fraction: float = 0.0,
-    in_files: bool = False,
-    offloaded: bool = False,
     frozen: Container[str] = (),
     make: Callable[..., Block] = Block,
 ) -> list[Block]:
     """Give every parameter of a model born on the meta device its storage (zeros). Its `main_grad`
     comes with each step (Block.open).
 
-    Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads`
-    accumulates gradients in the model's precision; blocks with about `host_fraction` of the
-    parameters have their master weights in host memory, or `in_files`; those named in `frozen` are
-    not trained. `offloaded`: at stage 3 weights of both are in host memory between their uses.
-    `make` is Block, or takes what it takes. Raises ValueError for a module that cannot train here
-    (megatron/model/additions.py).
+    Buffers can be cut into as many equal slices as ranks hold the same parameters. The units named
+    in `frozen` are not trained; `make` is Block, or takes what it takes. Raises ValueError for a
+    module that cannot train here (megatron/model/additions.py).
     """
     check_additions(model)
-    # 1. Where everything lies.
-    layouts = lay_out_blocks(
-        model, lambda group: 1 if group == UNTRAINED else groups.buffers[group].replicas.size
-    )
-
-    # 2. Which blocks are trained, and which of these are stepped on the host.
+    # 1. Where everything lies, what is trained, and which blocks are stepped on the host.
+    layouts = lay_out_blocks(model, groups)
     trained = [
         training and layout.unit not in frozen and layout.group != UNTRAINED
         for layout, _ in layouts
     ]
     sizes = [layout.size * train for (layout, _), train in zip(layouts, trained)]
-    on_host = on_host_of(sizes, host_fraction)
+    fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
+    on_host = on_host_of(sizes, fraction)
 
-    # 3. The buffers. What is kept with the weights and not trained is whole on every rank.
-    grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
+    # 2. The buffers.
+    wide, stage = accumulation_dtype(model.dtype), distributed.zero_stage
+    grad_dtype = model.dtype if optimizer.main_grads_dtype == "bf16" else wide
+    has_files = optimizer.optimizer_nvme_offload is not None
+    offloads = stage == 3 and optimizer.param_cpu_offload
     blocks = []
     for (layout, parameters), train, host in zip(layouts, trained, on_host):
-        is_state = layout.group == UNTRAINED
-        dtype = accumulation_dtype(model.dtype) if is_state else model.dtype
+        sharers = groups.buffers[layout.group]
+        if layout.group == UNTRAINED:
+            blocks.append(make(layout, parameters, wide, device, sharers, 0, None))
+            continue
         blocks.append(
             make(
                 layout,
                 parameters,
-                dtype,
+                model.dtype,
                 device,
-                groups.buffers[layout.group],
-                0 if is_state else zero_stage,
+                sharers,
+                stage,
                 grad_dtype if train else None,
                 host,
-                host and in_files,
-                offloaded and zero_stage == 3 and not is_state and (host or not train),
+                host and has_files,
+                offloads and (host or not train),
             )
         )
     return blocks
@@ -577,21 +556,8 @@ def build_run_blocks(
     make: Callable[..., Block] = Block,
 ) -> list[Block]:
     """The blocks that the flags of a resolved configuration ask for, made by `make`."""
-    optimizer = config.optimizer
-    return build_blocks(
-        model,
-        device,
-        groups,
-        zero_stage=config.distributed.zero_stage,
-        narrow_grads=optimizer.main_grads_dtype == "bf16",
-        host_fraction=optimizer.optimizer_offload_fraction
-        if optimizer.optimizer_cpu_offload
-        else 0.0,
-        in_files=optimizer.optimizer_nvme_offload is not None,
-        offloaded=optimizer.param_cpu_offload,
-        frozen=frozen_units(config),
-        make=make,
-    )
+    frozen, distributed, optimizer = frozen_units(config), config.distributed, config.optimizer
+    return build_blocks(model, device, groups, distributed, optimizer, frozen=frozen, make=make)
 
 
 def on_host_of(sizes: Sequence[int], fraction: float) -> list[bool]:
@@ -599,7 +565,6 @@ def on_host_of(sizes: Sequence[int], fraction: float) -> list[bool]:
     that they hold about `fraction` of all elements: the last ones, which have the most time until
     they are needed. Frozen ones have no elements.
     """
-    # From the last block: the next forward pass needs it last, so its step has the most time.
     found, left = [], fraction * sum(sizes)
     for size in reversed(sizes):
         found.append(left > size / 2 and size > 0)

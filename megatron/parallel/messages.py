@@ -2,12 +2,12 @@
 
 A receive is posted before its computation, which waits for it. A send is started and not awaited:
 the schedule itself proves that it has arrived, when a later message comes back from that rank. What
-stays on the rank is handed over as it is. Called from parallel/pipeline.py.
+stays on the rank is handed over as it is.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.distributed.collectives import Receiving, Sending
 from megatron.distributed.groups import Groups
 from megatron.distributed.peers import waiting
-from megatron.parallel.schedule import WORDS, Action, Kind, Message, channel_of, source_of
+from megatron.parallel.schedule import WORDS, Action, Kind, Message, channel_of
 
 MAX_UNACKNOWLEDGED = 2  # sends in flight to a rank in evaluation, where no message comes back
 
@@ -42,8 +42,9 @@ class StageMessages:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.inbox: dict[Message, Receiving | Tensor] = {}
         self.outbox: dict[Message, Tensor] = {}
-        self.sending: dict[int, deque[Sending]] = {}  # by receiver, oldest first
-        self.num_arrived: dict[int, int] = {}  # of the sends to each rank
+        # by receiver, oldest first
+        self.sending: defaultdict[int, deque[Sending]] = defaultdict(deque)
+        self.num_arrived: Counter[int] = Counter()  # of the sends to each rank
 
     def put(self, message: Message, x: Tensor) -> None:
         """Hand a result to its reader: here, or on the rank that it is sent to."""
@@ -56,14 +57,14 @@ class StageMessages:
         if isinstance(coming, Tensor):
             return coming
         with self._waiting_for(
-            source_of(message, self.placement),
+            self.placement[message.source],
             f"send {_describe(message)} to the {WORDS[action.kind]} pass of stage {action.stage}",
         ):
             x = coming.wait()
         # The sender has computed with some of our earlier messages: free the tensors of those
         # sends.
         to, count = self.acknowledgements[message]
-        while self.num_arrived.get(to, 0) < count:
+        while self.num_arrived[to] < count:
             self._finish_send(to)  # has arrived: does not wait
         return x
 
@@ -71,7 +72,7 @@ class StageMessages:
         """Start to send a result."""
         # Started and not awaited: the host computes on while the message travels.
         (_, to), message = channel_of(action, self.placement)
-        queue = self.sending.setdefault(to, deque())
+        queue = self.sending[to]
         channel = self.groups.channel(self.rank, to)
         with self._waiting_for(to, f"take {_describe(message)}"):
             queue.append(Sending(self.outbox.pop(message), to, channel, self._tag(message)))
@@ -101,7 +102,7 @@ class StageMessages:
     def _finish_send(self, to: int) -> None:
         """Wait for the oldest send to a rank, and free its tensor."""
         self.sending[to].popleft().wait()
-        self.num_arrived[to] = self.num_arrived.get(to, 0) + 1
+        self.num_arrived[to] += 1
 
     def _tag(self, message: Message) -> int:
         # Unique in a step: a message that is received out of order fails on Gloo instead of being

@@ -8,20 +8,19 @@ left stays on the device, and so does what is read with no pass of a transformer
 
 The host waits for nothing: streams wait for events. A storage that several tensors share goes once.
 Buffers go by their bytes from one layer to the next and from step to step; the copy into one waits
-for the copy out of it. On a CPU the copies are made at once, in the same order and number. Called
-from parallel/pipeline.py like LayerRunner; tools/_plan/engine.py takes `Route` and `HostPool`.
-Never run on a GPU. s sequence, b batch, h hidden.
+for the copy out of it. On a CPU the copies are made at once, in the same order and number. Never
+run on a GPU. s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config.recompute import LAYER_INPUT
 from megatron.distributed.groups import ALONE, Axis
@@ -45,24 +44,24 @@ class Route:
     def __init__(self, passes: Sequence[Pass]):
         self.passes = passes
         self.leaves = [False] * len(passes)
-        self.reads: list[Key | None] = [None] * len(passes)
+        self.reads: list[Key | None] = [None] * (len(passes) + 1)  # the last pass has a next one
         # How many passes of transformer layers precede each pass: the time that copies have.
-        before = [0]  # passes of transformer layers
+        before = [0]
         for layer, *_ in passes:
             before.append(before[-1] + layer.recomputes)
         # Pair each forward pass with the pass that reads what it keeps.
-        first: dict[Key, int] = {}
+        forwards: dict[Key, int] = {}
         for index, (layer, kind, micro) in enumerate(passes):
-            if kind is Kind.FORWARD:
-                if layer.offloaded:
-                    first[layer, micro] = index
-            elif kind in READING and (layer, micro) in first:
-                forward = first.pop((layer, micro))
+            key = layer, micro
+            if kind is Kind.FORWARD and layer.offloaded:
+                forwards[key] = index
+            elif kind in READING and key in forwards:
+                forward = forwards.pop(key)
                 # freed after the next pass, and fetched before the last
                 is_away = index > forward + 2
                 if is_away and before[index] > before[self._end(forward)]:
                     self.leaves[forward] = True
-                    self.reads[index] = layer, micro
+                    self.reads[index] = key
 
     def _end(self, forward: int) -> int:
         """Behind the forward passes that need nothing of their own for their backward passes."""
@@ -123,7 +122,7 @@ class Storage:
 
     def __init__(self, whole: Tensor, readers: int):
         self.tensor: Tensor | None = whole
-        self.dtype, self.size = whole.dtype, whole.nbytes
+        self.dtype, self.elements, self.size = whole.dtype, whole.numel(), whole.nbytes
         self.readers = readers
         self.buffer: HostBuffer | None = None
 
@@ -141,7 +140,20 @@ class Departed(NamedTuple):
     """What one forward pass has sent to the host."""
 
     storages: list[Storage]
-    over: Any  # the event after the copies; None on a CPU
+    over: Any  # the event after the copies
+
+
+class NoStream:
+    """A CPU's: work is over when its call returns."""
+
+    def wait_stream(self, stream: NoStream) -> None:
+        """Do nothing."""
+
+    def wait_event(self, event: None) -> None:
+        """Do nothing."""
+
+    def record_event(self) -> None:
+        """Do nothing."""
 
 
 class HostCopies:
@@ -150,77 +162,56 @@ class HostCopies:
     def __init__(self, device: torch.device):
         self.device = device
         self.pool = HostPool(lambda size: HostBuffer(size, device))
-        # On a CPU there are no streams, and a copy is over when it returns.
-        self.on_gpu = device.type == "cuda"
-        self.leaving, self.returning = (
-            torch.cuda.Stream(device) if self.on_gpu else None for _ in range(2)
-        )
-        self.on_stream: Callable[[Any], AbstractContextManager[Any]] = (
-            torch.cuda.stream if self.on_gpu else nullcontext
-        )
+        on_gpu = device.type == "cuda"
+        self.leaving: Any = torch.cuda.Stream(device) if on_gpu else NoStream()
+        self.returning: Any = torch.cuda.Stream(device) if on_gpu else NoStream()
+        self.on_stream: Callable[..., Any] = torch.cuda.stream if on_gpu else nullcontext
+        self.current: Callable[[], Any] = torch.cuda.current_stream if on_gpu else NoStream
 
     def send(self, storages: list[Storage]) -> Departed:
         """Copy storages that the current stream has written. They stay until `let_go`."""
+        # Buffers are taken in the order of the copies, so the pool's size is the same in every
+        # step.
         for storage in storages:
-            # Buffers are taken in the order of the copies, so the pool's size is the same in every
-            # step.
             storage.buffer = self.pool.take(storage.size)
         # The copies read what the pass has written, and write where an earlier copy back may still
         # read.
-        if self.on_gpu:
-            self.leaving.wait_stream(torch.cuda.current_stream())
+        self.leaving.wait_stream(self.current())
         with self.on_stream(self.leaving):
             for storage in storages:
-                assert storage.buffer is not None
                 if storage.buffer.read is not None:
                     self.leaving.wait_event(storage.buffer.read)
-                self._copy_out(storage)
-            return Departed(storages, self.leaving.record_event() if self.on_gpu else None)
-
-    @staticmethod
-    def _copy_out(storage: Storage) -> None:
-        assert storage.buffer is not None and storage.tensor is not None
-        # Pinned memory: the copy does not block the host.
-        place = storage.buffer.memory.view(storage.dtype)
-        place.copy_(storage.tensor, non_blocking=True)
+                # pinned memory: the copy does not block the host
+                storage.buffer.memory.view(storage.dtype).copy_(storage.tensor, non_blocking=True)
+            return Departed(storages, self.leaving.record_event())
 
     def let_go(self, departed: Departed) -> None:
         """Free storages of the device that have been sent: what the current stream does next may
         write into their memory.
         """
-        if self.on_gpu:
-            torch.cuda.current_stream().wait_event(departed.over)
+        self.current().wait_event(departed.over)
         for storage in departed.storages:
             storage.tensor = None
 
     def fetch(self, departed: Departed) -> Any:
         """Start the copies back; the event after them."""
+        # Allocated on the current stream, whose passes will read it, and which has used the memory
+        # until now.
         for storage in departed.storages:
-            # Allocated on the current stream, whose passes will read it.
-            size = storage.size // storage.dtype.itemsize
-            storage.tensor = torch.empty(size, dtype=storage.dtype, device=self.device)
-        if self.on_gpu:  # whose memory the current stream has used until now
-            self.returning.wait_stream(torch.cuda.current_stream())
-            self.returning.wait_event(departed.over)
+            storage.tensor = torch.empty(storage.elements, dtype=storage.dtype, device=self.device)
+        self.returning.wait_stream(self.current())
+        self.returning.wait_event(departed.over)
         with self.on_stream(self.returning):
             for storage in departed.storages:
-                buffer = storage.buffer
-                self._copy_back(storage)
-                if self.on_gpu:
-                    buffer.read = self.returning.record_event()
-            return self.returning.record_event() if self.on_gpu else None
-
-    def _copy_back(self, storage: Storage) -> None:
-        """The buffer is free again once it has been read."""
-        assert storage.buffer is not None and storage.tensor is not None
-        storage.tensor.copy_(storage.buffer.memory.view(storage.dtype), non_blocking=True)
-        self.pool.give(storage.size, storage.buffer)
-        storage.buffer = None
+                buffer, storage.buffer = storage.buffer, None
+                storage.tensor.copy_(buffer.memory.view(storage.dtype), non_blocking=True)
+                buffer.read = self.returning.record_event()
+                self.pool.give(storage.size, buffer)
+            return self.returning.record_event()
 
     def arrive(self, event: Any) -> None:
         """What the current stream does next may read what was fetched."""
-        if self.on_gpu:
-            torch.cuda.current_stream().wait_event(event)
+        self.current().wait_event(event)
 
 
 class _LayerInput(torch.autograd.Function):
@@ -293,7 +284,6 @@ class OffloadingRunner(LayerRunner):
             assert isinstance(inputs, Inputs) and isinstance(inputs.x, Tensor)
             parked = [OffloadableTensor(inputs.x, LAYER_INPUT)]
             return y, inputs._replace(x=parked[0]), parked
-        # The graph's leaf takes no memory: x lives in the saved tensors alone, which may move.
         with layer.parking() as saved:
             leaf, own = self._entry(x)
             output = layer(own, micro)
@@ -319,13 +309,11 @@ class OffloadingRunner(LayerRunner):
     def _begin(self) -> None:
         """Before a pass: what it reads has come, and what the next one reads is on its way."""
         self.at += 1
-        reads, ahead = self.route.reads, self.at + 1
-        # The copy back was started one pass ago; the stream waits for it, not the host.
-        key = reads[self.at]
+        key, next_key = self.route.reads[self.at : self.at + 2]
         # Fetch for the next pass before this one is queued: the copy runs during this pass.
-        coming = reads[ahead] if ahead < len(reads) else None
-        if coming is not None:
-            self.coming[coming] = self.copies.fetch(self.away.pop(coming))
+        if next_key is not None:
+            self.coming[next_key] = self.copies.fetch(self.away.pop(next_key))
+        # The copy back was started one pass ago; the stream waits for it, not the host.
         if key is not None:
             self.copies.arrive(self.coming.pop(key))
 
@@ -336,7 +324,9 @@ class OffloadingRunner(LayerRunner):
         self.going = departed
 
     def _entry(self, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """(the leaf whose gradient is that of x [s, b, h], x as the layer reads it)."""
+        """(the leaf whose gradient is that of x [s, b, h], x as the layer reads it). The leaf takes
+        no memory: x lives in the saved tensors alone, which may move.
+        """
         if x is None:
             return None, None
         if self.one is None:
@@ -359,20 +349,18 @@ class OffloadingRunner(LayerRunner):
         staying = storages_of(tensors_of(micro)) | storages_of(layer.parameters())
         of_storage: dict[int, list[OffloadableTensor]] = {}
         for each in parked:
-            assert each.tensor is not None
-            of_storage.setdefault(each.tensor.untyped_storage()._cdata, []).append(each)
+            of_storage.setdefault(_storage_of(each.tensor), []).append(each)
         found = []
         for key, sharing in of_storage.items():
             tensor = sharing[0].tensor
-            assert tensor is not None
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
             # A storage that a module outside of the choice keeps would stay anyway.
             chosen = all(each.module in layer.offloaded for each in sharing)
-            if not chosen or key in staying or elements < max(1, self.smallest):
-                continue
-            found.append(Storage(tensor.as_strided((elements,), (1,), 0), len(sharing)))
-            for each in sharing:
-                each.release(found[-1].read)
+            if chosen and key not in staying and elements >= max(1, self.smallest):
+                storage = Storage(tensor.as_strided((elements,), (1,), 0), len(sharing))
+                for each in sharing:
+                    each.release(storage.read)
+                found.append(storage)
         return found
 
 
@@ -390,6 +378,10 @@ class OffloadingPipeline(Pipeline):
         return super().run(schedule, *args, **kwargs)
 
 
-def storages_of(tensors: Iterable[Tensor | nn.Parameter]) -> frozenset[int]:
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def storages_of(tensors: Iterable[Tensor]) -> frozenset[int]:
     """The identities of tensors' storages."""
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+    return frozenset(map(_storage_of, tensors))

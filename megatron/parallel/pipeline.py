@@ -2,8 +2,7 @@
 
 A computation waits for its input alone. It walks the layers of its stage: ZeRO makes weights whole,
 the runner makes the pass, ZeRO frees weights and reduces gradients. A schedule knows nothing of how
-weights are sharded, and a layer nothing of either. s sequence, b batch, h hidden. Called from
-training/step.py and, on tensors without memory, from tools/_plan/engine.py.
+weights are sharded, and a layer nothing of either. s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from megatron.model.gpt import GPTModel
 from megatron.model.layer import OBJECTIVE_SUM, Layer, MicroBatch
 from megatron.parallel.layer_runner import LayerRunner, Pass, Saved
 from megatron.parallel.messages import StageMessages
-from megatron.parallel.recording import Recording
 from megatron.parallel.schedule import (
     COMPUTATIONS,
     WORDS,
@@ -35,10 +33,9 @@ from megatron.parallel.schedule import (
     Tasks,
     acknowledgements,
 )
+from megatron.parallel.timeline import Recording
 from megatron.parallel.zero import Zero
-from megatron.parallel.zero_plan import After, Before, ZeroPlan
-
-BACKWARDS = COMPUTATIONS - {Kind.FORWARD}
+from megatron.parallel.zero_plan import BACKWARDS, After, Before, ZeroPlan
 
 
 class StepSums(NamedTuple):
@@ -150,17 +147,14 @@ class Pipeline:
         self.model, self.zero, self.runner = model, zero, runner
         self.placement, self.shape, self.groups, self.device = placement, shape, groups, device
         self.rank = groups.pp.rank
+        self.names = {layer: name for name, layer in chain(*model.layers_by_stage)}
+        self.layers: dict[int, list[Layer]] = {}
+        self.passes: dict[tuple[Kind, int], list[tuple[Layer, Kind]]] = {}
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
-        self.layers: dict[int, list[Layer]] = {
-            stage: [layer for _, layer in layers]
-            for stage, layers in zip(own, model.layers_by_stage, strict=True)
-        }
-        self.names = {layer: name for stage in model.layers_by_stage for name, layer in stage}
-        self.passes = {
-            (kind, stage): passes_of(kind, layers)
-            for kind in COMPUTATIONS
-            for stage, layers in self.layers.items()
-        }
+        for stage, named_layers in zip(own, model.layers_by_stage, strict=True):
+            self.layers[stage] = [layer for _, layer in named_layers]
+            for kind in COMPUTATIONS:
+                self.passes[kind, stage] = passes_of(kind, self.layers[stage])
         self.has_head = placement[-1] == self.rank
         self.messages = StageMessages(placement, groups, shape, model.dtype, device)
         # A run has few schedules: one for each number of micro-batches, and one for evaluation.
@@ -179,36 +173,32 @@ class Pipeline:
         # 1. The passes of layers in their order (sends and receives have none), and what ZeRO does
         # around each.
         task_actions = schedule.tasks(self.rank)
-        turns_by_task = [list(self._turns_of(actions)) for actions in task_actions]
-        zero_plan = self.zero.planner.plan([turn for turns in turns_by_task for turn in turns])
+        turns_by_task = [self._turns_of(actions) for actions in task_actions]
+        zero_plan = self.zero.planner.plan([*chain(*turns_by_task)])
 
         # 2. Each task with its passes, and those with their part of that plan.
-        finished, around = _finished_micro_batches(task_actions), iter(zero_plan.passes)
+        last_uses = _finished_micro_batches(task_actions)
+        around = iter(zero_plan.passes)
         tasks = []
-        for actions, turns, last_used in zip(task_actions, turns_by_task, finished):
+        for actions, turns, finished in zip(task_actions, turns_by_task, last_uses):
             passes = []
-            for layer, kind, micro in chain.from_iterable(turns):
+            for layer, kind, micro in chain(*turns):
                 label = f"{WORDS[kind]} {self.names[layer]} micro-batch {micro}"
                 passes.append(LayerPass(layer, kind, micro, label, *next(around)))
-            label = " with ".join(
+            labels = [
                 f"{WORDS[kind]} stage {stage} micro-batch {micro}" for kind, stage, micro in actions
-            )
-            tasks.append(Task(actions, label, tuple(passes), last_used))
-        return RankSchedule(
-            tasks,
-            acknowledgements(schedule, self.rank),
-            zero_plan,
-            trains=any(action.kind in BACKWARDS for action in schedule.actions[self.rank]),
-        )
+            ]
+            tasks.append(Task(actions, " with ".join(labels), tuple(passes), finished))
+        trains = any(action.kind in BACKWARDS for action in schedule.actions[self.rank])
+        return RankSchedule(tasks, acknowledgements(schedule, self.rank), zero_plan, trains)
 
-    def _turns_of(self, actions: tuple[Action, ...]) -> Iterator[list[Pass]]:
+    def _turns_of(self, actions: tuple[Action, ...]) -> list[list[Pass]]:
         """The passes of layers of a computation, one in each turn; of a pair one of each."""
-        passes_of_each = [
-            [(*each, micro) for each in self.passes.get((kind, stage), ())]
-            for kind, stage, micro in actions
-        ]
-        for turn in zip_longest(*passes_of_each):
-            yield [each for each in turn if each is not None]
+        columns = []
+        for kind, stage, micro in actions:
+            passes = self.passes.get((kind, stage), ())
+            columns.append([(*each, micro) for each in passes])
+        return [[each for each in turn if each is not None] for turn in zip_longest(*columns)]
 
     # ---- in every step
 

@@ -4,8 +4,7 @@ order.
 A model is cut into stages, numbered along the forward pass; `placement` specifies which rank holds
 each (several per rank: virtual stages). A schedule is a pure function of (ranks, virtual stages,
 micro-batches). It knows nothing of the data-parallel side: gathers and reductions follow from the
-order of the computations. Called from training/step.py and the memory planner; read by
-parallel/pipeline.py.
+order of the computations.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 from megatron.config.schedules import SCHEDULES, place
@@ -73,6 +71,11 @@ class Message(NamedTuple):
     stage: int  # that receives
     micro: int
 
+    @property
+    def source(self) -> int:
+        """The stage that sends it."""
+        return self.stage - 1 if self.kind is Kind.FORWARD else self.stage + 1
+
 
 Tasks = Sequence[tuple[Action, ...]]  # of a rank: what runs at a time
 
@@ -111,13 +114,12 @@ class Schedule:
 
 def task_at(actions: Sequence[Action], index: int, pairs: bool) -> tuple[Action, ...]:
     """What a rank begins at a place of its list: one action, or with `pairs` two at a time."""
-    if pairs:
-        # Only this order overlaps well: the tokens that a backward pass sends travel while the
-        # forward pass of a later micro-batch computes.
-        both = tuple(actions[index : index + 2])
-        if [action.kind for action in both] == [Kind.BACKWARD, Kind.FORWARD]:
-            return both
-    return (actions[index],)
+    both = tuple(actions[index : index + 2])
+    # Only this order overlaps well: the tokens that a backward pass sends travel while the forward
+    # pass of a later micro-batch computes.
+    if pairs and [action.kind for action in both] == [Kind.BACKWARD, Kind.FORWARD]:
+        return both
+    return both[:1]
 
 
 def tasks_of(actions: Sequence[Action], pairs: bool) -> Tasks:
@@ -138,19 +140,21 @@ def message_needed(action: Action, placement: Sequence[int]) -> Message | None:
     there is none.
     """
     kind, stage, micro = action
-    source = stage - 1 if kind is Kind.FORWARD else stage + 1
+    is_forward = kind is Kind.FORWARD
+    source = stage - 1 if is_forward else stage + 1
     if kind not in TRAVELLING or not _are_apart(stage, source, placement):
         return None
-    return Message(Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, micro)
+    return Message(Kind.FORWARD if is_forward else Kind.BACKWARD, stage, micro)
 
 
 def message_made(action: Action, placement: Sequence[int]) -> Message | None:
     """The message that a computation leaves to be sent; None when its result stays on the rank."""
     kind, stage, micro = action
-    reader = stage + 1 if kind is Kind.FORWARD else stage - 1
+    is_forward = kind is Kind.FORWARD
+    reader = stage + 1 if is_forward else stage - 1
     if kind not in TRAVELLING or not _are_apart(stage, reader, placement):
         return None
-    return Message(Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, reader, micro)
+    return Message(Kind.FORWARD if is_forward else Kind.BACKWARD, reader, micro)
 
 
 def _are_apart(stage: int, other: int, placement: Sequence[int]) -> bool:
@@ -177,15 +181,12 @@ def channel_of(
         return None, None
     # Named by the stage that receives it, so both ends of a channel compute the same name.
     kind, step = CARRIES[action.kind]
-    stage = action.stage + step
-    source = stage - 1 if kind is Kind.FORWARD else stage + 1
-    ends = [placement[end] if 0 <= end < len(placement) else -1 for end in (source, stage)]
-    return (ends[0], ends[1]), Message(kind, stage, action.micro)
-
-
-def source_of(message: Message, placement: tuple[int, ...]) -> int:
-    """The rank that sends a message."""
-    return placement[message.stage + (-1 if message.kind is Kind.FORWARD else 1)]
+    message = Message(kind, action.stage + step, action.micro)
+    sender, receiver = (
+        placement[stage] if 0 <= stage < len(placement) else -1
+        for stage in (message.source, message.stage)
+    )
+    return (sender, receiver), message
 
 
 def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
@@ -195,33 +196,17 @@ def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, 
     Gloo does not report that a send is complete unless one waits for it; but who sends the result
     of a computation has received what his earlier computations needed.
     """
-    # 1. What this rank sends, in the order in which it is computed.
     placement, found = schedule.placement, {}
-    mine = [
-        message
-        for action in schedule.actions[rank]
-        if action.kind in COMPUTATIONS and (message := message_made(action, placement)) is not None
-    ]
-    neighbours = {
-        placement[stage + step]
-        for stage in range(len(placement))
-        if placement[stage] == rank
-        for step in (-1, 1)
-        if 0 <= stage + step < len(placement)
-    } - {rank}
-    # 2. For each neighbor: the message it sends after its computation `index` proves that all of
-    # ours which its computations up to `index` read have arrived.
-    for peer in neighbours:
-        order = [action for action in schedule.actions[peer] if action.kind in COMPUTATIONS]
-        used = {message_needed(action, placement): index for index, action in enumerate(order)}
-        sent = [used[message] for message in mine if placement[message.stage] == peer]
-        count = 0
-        for index, action in enumerate(order):
-            message = message_made(action, placement)
-            while count < len(sent) and sent[count] <= index:
+    made = _messages_made(schedule.actions, placement)
+    for sender in [sender for sender, receiver in made if receiver == rank]:
+        mine, read, count = made.get((rank, sender), []), set(), 0
+        for action in schedule.actions[sender]:
+            read.add(message_needed(action, placement))
+            while count < len(mine) and mine[count] in read:
                 count += 1
+            message = message_made(action, placement)
             if message is not None and placement[message.stage] == rank:
-                found[message] = (peer, count)
+                found[message] = sender, count
     return found
 
 
@@ -232,35 +217,38 @@ def send_of(computation: Action) -> Action:
 
 
 def _messages_made(
-    orders: Sequence[Tasks], placement: Sequence[int]
+    orders: Sequence[Sequence[Action]], placement: Sequence[int]
 ) -> dict[tuple[int, int], list[Message]]:
     """Messages by (sender, receiver), in the order in which they are made."""
     made: dict[tuple[int, int], list[Message]] = {}
     for rank, order in enumerate(orders):
-        for action in chain.from_iterable(order):
-            if (message := message_made(action, placement)) is not None:
+        for action in order:
+            message = message_made(action, placement)
+            if message is not None:
                 made.setdefault((rank, placement[message.stage]), []).append(message)
     return made
 
 
-def _receives(orders: Sequence[Tasks], placement: Sequence[int]) -> list[dict[int, list[Action]]]:
+def _receives(
+    messages_by_channel: dict[tuple[int, int], list[Message]],
+    orders: Sequence[Tasks],
+    placement: Sequence[int],
+) -> list[dict[int, list[Action]]]:
     """For each rank the receives to post before a task, by the index of that one."""
-    used = [
-        {
-            message_needed(action, placement): index
-            for index, task in enumerate(order)
-            for action in task
-        }
+    readers = {
+        message_needed(action, placement): index
         for order in orders
-    ]
+        for index, task in enumerate(order)
+        for action in task
+    }
     posts: list[dict[int, list[Action]]] = [{} for _ in orders]
-    for (_, receiver), messages in _messages_made(orders, placement).items():
+    for (_, receiver), messages in messages_by_channel.items():
         # From the last message to the first: a receive is posted one computation before its reader,
         # and never after the receive of a message that was sent later.
         latest = len(orders[receiver])
         timed = []
         for message in reversed(messages):
-            latest = min(latest, max(used[receiver][message] - 1, 0))
+            latest = min(latest, max(readers[message] - 1, 0))
             kind = Kind.RECEIVE_FORWARD if message.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
             timed.append((latest, Action(kind, message.stage, message.micro)))
         for index, action in reversed(timed):
@@ -280,8 +268,9 @@ def insert_messages(
     # Receives come before a task and sends after it. Both ranks of a channel derive their lists
     # from the same orders, so their messages match without any negotiation.
     tasks = [tasks_of(order, pairs) for order in orders]
+    receives = _receives(_messages_made(orders, placement), tasks, placement)
     lists = []
-    for order, posted in zip(tasks, _receives(tasks, placement)):
+    for order, posted in zip(tasks, receives):
         actions: list[Action] = []
         for index, task in enumerate(order):
             actions += posted.get(index, ())

@@ -1,17 +1,22 @@
-"""When each rank computed what in one step: simulated or measured.
-
-Made by tools/_plan/simulate.py and parallel/recording.py; drawn by tools/plot_schedule.py.
+"""When each rank computed what in one step: simulated, or recorded for the pipeline's timeline and
+the straggler report.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megatron.parallel.schedule import Kind
+import torch
+
+from megatron.distributed.collectives import gather_bytes
+from megatron.distributed.groups import Axis
+from megatron.distributed.peers import PEERS
+from megatron.parallel.schedule import Action, Kind, Schedule
 
 
 class Span(NamedTuple):
@@ -51,10 +56,8 @@ class Timeline:
     def busy(self, rank: int) -> float:
         """Time in which the rank computes."""
         row = self.rows[rank]
-        return sum(
-            (span.end - span.begin) / (2 if is_paired else 1)
-            for span, is_paired in zip(row, in_pairs(row))
-        )
+        times = ((span.end - span.begin) / (1 + paired) for span, paired in zip(row, in_pairs(row)))
+        return sum(times)
 
     def idle(self, rank: int) -> float:
         """Time of the whole step, from any rank's first to any rank's last computation, in which
@@ -72,14 +75,7 @@ class Timeline:
     def to_json(self) -> str:
         """One JSON object; a span is [kind, stage, micro-batch, begin, end]."""
         rows = [[[span.kind.value, *span[1:]] for span in row] for row in self.rows]
-        return json.dumps(
-            {
-                "schedule": self.schedule,
-                "placement": list(self.placement),
-                "micro_batches": self.micro_batches,
-                "rows": rows,
-            }
-        )
+        return json.dumps(vars(self) | {"rows": rows})
 
 
 def is_pair(span: Span, after: Span) -> bool:
@@ -91,8 +87,83 @@ def is_pair(span: Span, after: Span) -> bool:
 
 def in_pairs(row: Sequence[Span]) -> list[bool]:
     """Of each span of a rank, in their order, whether it is one of a pair."""
-    found = [False] * len(row)
-    for index, both in enumerate(pairwise(row)):
-        if is_pair(*both):
-            found[index] = found[index + 1] = True
-    return found
+    with_next = [*(is_pair(*both) for both in pairwise(row)), False]
+    return [first or second for first, second in zip([False, *with_next], with_next)][: len(row)]
+
+
+class Recording:
+    """The computations of one step and when each ran. On a GPU by events, which are read when the
+    step is long over.
+    """
+
+    schedule: Schedule  # that ran
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        # and the seconds within each that the host waited for other ranks
+        self.marks: list[tuple[Action, Any, Any, float]] = []
+        self.start = self.now()
+
+    def now(self) -> Any:
+        """A moment of the work queued so far."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        # An event is a mark in the stream's queue: the host neither waits nor reads the time here.
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin(self) -> tuple[Any, float]:
+        """A computation begins now."""
+        return self.now(), PEERS.waited
+
+    def add(self, task: tuple[Action, ...], begun: tuple[Any, float]) -> None:
+        """The computation, or the pair, that began then has just ended."""
+        (begin, waited), end = begun, self.now()
+        self.marks += [(action, begin, end, PEERS.waited - waited) for action in task]
+
+    def _seconds(self, moment: Any) -> float:
+        """Since the recording was made."""
+        if self.device.type == "cuda":
+            return self.start.elapsed_time(moment) / 1000
+        return moment - self.start
+
+    def spans(self) -> tuple[Span, ...]:
+        """The computations, in seconds since the recording was made."""
+        return tuple(
+            Span(*action, self._seconds(begin), self._seconds(end))
+            for action, begin, end, _ in self.marks
+        )
+
+    def own_seconds(self) -> tuple[float, float]:
+        """Seconds of this rank's forward passes and of its backward passes, without its waits for
+        other ranks. On a GPU waits within a pass, for collectives of its layers, are included. The
+        time of a pair counts half for each.
+        """
+        forward = backward = 0.0
+        spans = self.spans()
+        for span, (*_, waited), is_paired in zip(spans, self.marks, in_pairs(spans)):
+            own = span.end - span.begin
+            # On a GPU the host's waits are not within the events' span: the stream runs on.
+            if self.device.type != "cuda":
+                own -= waited
+            own /= 1 + is_paired
+            if span.kind is Kind.FORWARD:
+                forward += own
+            else:
+                backward += own
+        return forward, backward
+
+    def timeline(self, pipeline: Axis) -> Timeline:
+        """What all ranks of a pipeline recorded of one step; a collective call of all of them.
+
+        Each row counts from its own rank's recording: they are made when all ranks have just done
+        their last step together.
+        """
+        # All ranks of the pipeline are here: their last collective was the all-reduce of this step.
+        own = json.dumps([[span.kind.value, *span[1:]] for span in self.spans()]).encode()
+        rows = []
+        for text in gather_bytes(own, pipeline, self.device):
+            rows.append(tuple(Span(Kind(kind), *rest) for kind, *rest in json.loads(text)))
+        ran = self.schedule
+        return Timeline(ran.name, ran.placement, ran.micro_batches, tuple(rows))

@@ -3,15 +3,13 @@ passes of layers. It starts gathers and waits for them, frees weights and reduce
 
 Stages 0 and 1 reduce once a step (with --overlap-grad-reduce after a block's last backward pass),
 stages 2 and 3 after each micro-batch; stage 0 gathers the sums back. parallel/blocks.py has a table
-of what a rank holds when. Called from parallel/pipeline.py around passes of layers, and from
-training/step.py at the end of a step.
+of what a rank holds when.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +36,9 @@ class Zero:
     schedule, so they have the same plan. At most one reduction is pending at a time.
     """
 
+    # What is done with a block's complete gradients. None: they wait for the end of the step.
+    when_complete: Callable[[Block], None] | None
+
     def __init__(
         self, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig
     ):
@@ -49,9 +50,11 @@ class Zero:
         self.reduce_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else None
         self.workspace = self._reduction_workspace()
         self._make_streams(blocks[0].weight.device)
+        # whether updated weights are sent round: stage 3 gathers before each use
+        self.gathers_updates = self.zero_stage in (1, 2)
         # whether several ranks hold the same slice of a block, or parts of a tensor's gradient
         self.has_copies = any(block.groups.same_shard.size > 1 for block in blocks)
-        self.has_parts = any(axis.size > 1 for axis in (groups.tp, groups.kv, groups.tied))
+        self.has_parts = max(groups.tp.size, groups.kv.size, groups.tied.size) > 1
 
         # What passes change. Between two steps all of it is empty but `gathering` and `host_steps`.
         self.gathering: dict[Block, Handle] = {}
@@ -62,32 +65,24 @@ class Zero:
         self.spent: list[tuple[Tensor, Any]] = []
         # stage 0: sums on their way back to all ranks
         self.returning: list[tuple[Block, Handle]] = []
-        # What is done with a block's complete gradients. None: they wait for the end of the step.
-        self.when_complete: Callable[[Block], None] | None = None
-        if self.planner.reduces and (self.zero_stage >= 2 or self.overlap_reduce):
-            self.when_complete = self._reduce_complete
-
-    @cached_property
-    def gathers_updates(self) -> bool:
-        """Whether updated weights are sent round: stage 3 gathers before each use."""
-        return self.zero_stage in (1, 2)
-
-    def _make_streams(self, device: torch.device) -> None:
-        """Side streams for gathers and for reductions; on a CPU what is theirs runs at once."""
-        on_gpu = device.type == "cuda"
-        self.gather_stream, self.reduce_stream = (
-            torch.cuda.Stream(device) if on_gpu else None for _ in range(2)
-        )
-        self.on_stream: Callable[[Any], contextlib.AbstractContextManager[Any]] = (
-            self._on_stream if on_gpu else contextlib.nullcontext
-        )
+        reduces_early = self.planner.reduces and (self.zero_stage >= 2 or self.overlap_reduce)
+        self.when_complete = self._reduce_complete if reduces_early else None
 
     def _reduction_workspace(self) -> int:
         """Bytes that a reduction may take: half a layer's gradient, for larger blocks too."""
-        item = max(
-            ((self.reduce_dtype or block.grad_dtype).itemsize for block in self.trained), default=0
-        )
-        return max((block.size for block in self.planner.transformer_blocks), default=0) * item // 2
+        dtypes = [self.reduce_dtype or block.grad_dtype for block in self.trained]
+        largest = max((block.size for block in self.planner.transformer_blocks), default=0)
+        return largest * max((dtype.itemsize for dtype in dtypes), default=0) // 2
+
+    def _make_streams(self, device: torch.device) -> None:
+        """Side streams for gathers and reductions; on a CPU what is theirs runs at once."""
+        self.gather_stream = self.reduce_stream = None
+        self.on_stream: Callable[[Any], contextlib.AbstractContextManager[Any]]
+        self.on_stream = contextlib.nullcontext
+        if device.type == "cuda":
+            self.gather_stream = torch.cuda.Stream(device)
+            self.reduce_stream = torch.cuda.Stream(device)
+            self.on_stream = self._on_stream
 
     # ---- passes
 
@@ -113,9 +108,7 @@ class Zero:
         for block in todo.adds_early:
             block.add_early(todo.key)
 
-        # Weights: those of the last update have arrived (stages 0 to 2), or are whole (stage 3).
-        for block in todo.waits_for:
-            self._wait_for_block(block)
+        # Weights: those of the last update have arrived, and they are whole.
         for block in todo.gathers:
             self._start_gather(block)
         for block in todo.gathers:
@@ -134,9 +127,9 @@ class Zero:
             self._start_gather(block)
         for block in todo.frees:
             block.release()
-        if todo.updates in self.host_steps:
-            # The pass is queued. The host updates what comes next while the GPU computes.
-            self._carry_out(todo.updates)
+        for block in todo.updates:
+            if block in self.host_steps:  # the host updates while the GPU computes
+                self._carry_out(block)
         for block in todo.closes_early:
             block.close_early()
         for block in todo.completes:
@@ -147,28 +140,24 @@ class Zero:
     def finish_gradients(self) -> None:
         """After all passes of a step: finish the reductions, and sum over the other axes."""
         if self.planner.reduces:
-            self._finish_all_reductions()
+            with self.on_stream(self.reduce_stream):
+                if self.zero_stage < 2 and not self.overlap_reduce:
+                    for block in self.trained:
+                        self._start_reduction(block)
+                self._finish_reduction()
+                # Stage 0: every rank updates all of a block, so the sums come back whole.
+                for block, pending in self.returning:
+                    whole = pending.wait()
+                    if whole.dtype != block.grad.dtype:
+                        block.grad.copy_(whole)
+                self.returning = []
+            if self.reduce_stream is not None:
+                torch.cuda.current_stream().wait_stream(self.reduce_stream)
+            self.spent = []
         if self.has_copies:
             sum_copies(self.trained)
         if self.has_parts:
             sum_partial_gradients(self.trained, self.groups)
-
-    def _finish_all_reductions(self) -> None:
-        """Start the reductions that wait for the end of the step, and wait for all."""
-        with self.on_stream(self.reduce_stream):
-            if self.zero_stage < 2 and not self.overlap_reduce:
-                for block in self.trained:
-                    self._start_reduction(block)
-            self._finish_reduction()
-            # Stage 0: every rank updates all of a block, so the sums come back whole.
-            for block, pending in self.returning:
-                whole = pending.wait()
-                if whole.dtype != block.grad.dtype:
-                    block.grad.copy_(whole)
-            self.returning = []
-        if self.reduce_stream is not None:
-            torch.cuda.current_stream().wait_stream(self.reduce_stream)
-        self.spent = []
 
     @contextlib.contextmanager
     def completing(self, use: Callable[[Block], None]) -> Iterator[None]:
@@ -271,14 +260,11 @@ class Zero:
         # its next backward pass, which may come at once, gets another buffer
         grad = block.close() if self.zero_stage >= 2 else block.grad
         own = grad[slice(*block.shard_range)]
-        first = self.zero_stage >= 2 and block.summed is None and block.groups.shard.size > 1
-        # the step's first sum is where others are added
-        out = torch.empty_like(own) if first else own
-        self.reducing = (
-            block,
-            grad,
-            start_reduce_scatter(grad, block.groups.shard, out, self.reduce_dtype, self.workspace),
-        )
+        shard, out = block.groups.shard, own
+        if self.zero_stage >= 2 and block.summed is None and shard.size > 1:
+            out = torch.empty_like(own)  # the step's first sum, to which others are added
+        pending = start_reduce_scatter(grad, shard, out, self.reduce_dtype, self.workspace)
+        self.reducing = block, grad, pending
 
     def _finish_reduction(self) -> None:
         """Wait for the reduction that is on its way, and store the sum."""
@@ -327,21 +313,7 @@ def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
     for name, axis in (("tp", groups.tp), ("kv", groups.kv), ("tied", groups.tied)):
         if axis.size == 1:
             continue
-        parts = [
-            (block, entry, box)
-            for block in blocks
-            for entry in block.entries
-            for box in entry.boxes
-            if name in (box.spec.grad_sum or ())
-        ]
-        # Both ends of a pipeline cut a tied matrix into the same slices: it is all of its block.
-        assert name != "tied" or all(
-            block.zero_stage == 0 or len(block.entries) == 1 for block, _, _ in parts
-        )
-        views = [
-            view for block, entry, box in parts for view in block.runs(entry, box, block.grad_shard)
-        ]
-        for pack in _packs(views):
+        for pack in _packs(_partial_views(blocks, name)):
             if len(pack) == 1:  # a tied matrix: no copy of it
                 all_reduce(pack[0], axis)
                 continue
@@ -350,7 +322,20 @@ def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
                 x.copy_(summed)
 
 
-def _packs(views: list[Tensor]) -> Iterator[list[Tensor]]:
+def _partial_views(blocks: list[Block], name: str) -> Iterator[Tensor]:
+    """The flat pieces, in `grad_shard`, of tensors whose gradients are summed over these ranks."""
+    for block in blocks:
+        for entry in block.entries:
+            for box in entry.boxes:
+                if name in (box.spec.grad_sum or ()):
+                    # Both ends of a pipeline cut a tied matrix into the same slices: it is all of
+                    # its block.
+                    is_all = len(block.entries) == 1
+                    assert name != "tied" or block.zero_stage == 0 or is_all
+                    yield from block.runs(entry, box, block.grad_shard)
+
+
+def _packs(views: Iterator[Tensor]) -> Iterator[list[Tensor]]:
     """The views in packs, each of as few as have SCRATCH_BYTES together."""
     pack: list[Tensor] = []
     size = 0  # bytes

@@ -9,9 +9,9 @@ which nothing is to be done has None, and the executor calls nothing.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.config.groups import DistributedConfig
 from megatron.distributed.groups import Groups
@@ -19,10 +19,11 @@ from megatron.model.gpt import GPTModel
 from megatron.model.layer import Layer
 from megatron.parallel.blocks import Block
 from megatron.parallel.layer_runner import Pass
-from megatron.parallel.schedule import Kind
+from megatron.parallel.schedule import COMPUTATIONS, Kind
 
 Buffers = tuple[Block, ...]  # of one layer
 
+BACKWARDS = COMPUTATIONS - {Kind.FORWARD}
 # after these passes the gradients of a micro-batch are complete
 COMPLETING = Kind.BACKWARD, Kind.BACKWARD_WEIGHT
 
@@ -31,25 +32,24 @@ class Before(NamedTuple):
     """What is done before a pass, in this order."""
 
     # most activations live during this pass, so free reduced gradient buffers first
-    frees_reduced: bool = False
-    opens: Buffers = ()  # give these a gradient buffer
-    opens_early: Buffers = ()  # or one for what a split backward pass completes in its first half
-    adds_early: Buffers = ()  # which its second half adds
-    waits_for: Buffers = ()  # stages 0 to 2: the weights of this step have arrived
-    gathers: Buffers = ()  # stage 3: the pass reads these weights
-    prefetches: Buffers = ()  # stage 3: the next pass reads these
-    key: tuple[Layer, int] | None = None  # of the early gradients: layer and micro-batch
+    frees_reduced: bool
+    opens: Buffers  # give these a gradient buffer
+    opens_early: Buffers  # or one for what a split backward pass completes in its first half
+    adds_early: Buffers  # which its second half adds
+    gathers: Buffers  # the pass reads these weights: make them whole, or wait for their update
+    prefetches: Buffers  # stage 3: the next pass reads these
+    key: tuple[Layer, int]  # of the early gradients: layer and micro-batch
 
 
 class After(NamedTuple):
     """What is done after a pass, in this order."""
 
     # stage 3, again: `before_pass` leaves out a block whose step on the host is due
-    prefetches: Buffers = ()
-    frees: Buffers = ()  # stage 3: weights that are not read again soon
-    updates: Block | None = None  # whose step on the host runs while the device computes the pass
-    closes_early: Buffers = ()
-    completes: Buffers = ()  # their gradients have had all passes of a period
+    prefetches: Buffers
+    frees: Buffers  # stage 3: weights that are not read again soon
+    updates: Buffers  # whose step on the host runs while the device computes the pass
+    closes_early: Buffers
+    completes: Buffers  # their gradients have had all passes of a period
 
 
 class ZeroPlan(NamedTuple):
@@ -73,16 +73,13 @@ class ZeroPlanner:
         # one rank alone that keeps whole gradients has nothing to reduce
         self.reduces = self.zero_stage >= 2 or any(block.groups.shard.size > 1 for block in blocks)
         owner = {parameter: block for block in blocks for parameter in block.parameters}
-        self.buffers_of: dict[Layer, Buffers] = {
-            layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters()))
-            for _, layer in model.named_layers()
-        }
-        self.transformer_blocks = {
-            block
-            for layer, buffers in self.buffers_of.items()
-            if not layer.of_vocabulary
-            for block in buffers
-        }
+        self.buffers_of: dict[Layer, Buffers] = {}
+        self.transformer_blocks: set[Block] = set()
+        for _, layer in model.named_layers():
+            owners = [owner[parameter] for parameter in layer.parameters()]
+            self.buffers_of[layer] = tuple(dict.fromkeys(owners))
+            if not layer.of_vocabulary:
+                self.transformer_blocks.update(owners)
         self.users = Counter(block for buffers in self.buffers_of.values() for block in buffers)
         self.following = dict(pairwise(blocks))
         self.last = {named[-1][1] for named in model.layers_by_stage}
@@ -95,7 +92,8 @@ class ZeroPlanner:
         for turn in turns:
             # the passes of a turn all begin before any of them ends
             before = [walk.before(*each) for each in turn]
-            passes += zip(before, [walk.after(*each) for each in turn])
+            after = [walk.after(*each) for each in turn]
+            passes += zip(before, after)
         return ZeroPlan(first, passes)
 
     def reads_gathered(self, layer: Layer, kind: Kind) -> bool:
@@ -146,75 +144,61 @@ class _Walk:
             period[block] = users[block] if often else count
         return period
 
-    # ---- before a pass
-
     def before(self, layer: Layer, kind: Kind, micro: int) -> Before | None:
         """What is done before this pass; None for nothing."""
         planner, buffers = self.planner, self.planner.buffers_of[layer]
         trained = tuple(block for block in buffers if block.trained)
-        found: dict[str, Any] = {}
-        # Before the forward pass of the last layer, where most activations live: the gradient of
-        # the micro-batch before has had the other layers' passes to be reduced, and is freed.
-        if kind is Kind.FORWARD and layer in planner.last and planner.reduces:
-            found["frees_reduced"] = True
-        if kind is Kind.BACKWARD_INPUT and self.zero_stage >= 2:
-            found["opens_early"] = trained
-        elif kind in (*COMPLETING, Kind.BACKWARD_INPUT):
-            found["opens"] = tuple(block for block in trained if block not in self.open)
-            self.open.update(trained)
-        if kind is Kind.BACKWARD_WEIGHT and self.zero_stage >= 2:
-            found["adds_early"] = trained
-        if self.zero_stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
-            found["waits_for"] = self._awaited(buffers)
+        early, late = self._halves(kind)
+        gathers: Buffers = ()
+        prefetches: Buffers = ()
         if planner.reads_gathered(layer, kind):
-            found["gathers"], found["prefetches"] = buffers, self._take(buffers)
-        if not any(found.values()):
-            return None
-        return Before(**found, key=(layer, micro))
-
-    def _awaited(self, buffers: Buffers) -> Buffers:
-        """Of the weights that a pass reads those that may still be on their way: the first pass of
-        a step waits.
-        """
-        awaited = tuple(
-            block
-            for block in buffers
-            if block not in self.arrived and (self.zero_stage in (1, 2) or block.on_host)
+            assert self.needs.popleft() == buffers
+            self.remaining[buffers] -= 1
+            gathers, prefetches = buffers, self._prefetched(buffers)
+        elif self.zero_stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
+            # The weights of this step may be on their way when their first pass comes.
+            sent = [block for block in buffers if self.zero_stage > 0 or block.on_host]
+            gathers = _add_new(sent, self.arrived)
+        todo = Before(
+            # Before the forward pass of the last layer, where most activations live: the gradient
+            # of the micro-batch before has had the other layers' passes to be reduced.
+            kind is Kind.FORWARD and layer in planner.last and planner.reduces,
+            _add_new(trained, self.open) if kind in BACKWARDS and not early else (),
+            trained if early else (),
+            trained if late else (),
+            gathers,
+            prefetches,
+            (layer, micro),
         )
-        self.arrived.update(awaited)
-        return awaited
-
-    def _take(self, buffers: Buffers) -> Buffers:
-        """Account for a pass that reads these; what is gathered while it computes."""
-        assert self.needs.popleft() == buffers
-        self.remaining[buffers] -= 1
-        return self._next_to(buffers) if self.planner.overlap_gather else ()
-
-    # ---- after a pass
+        return todo if any(todo[:-1]) else None
 
     def after(self, layer: Layer, kind: Kind, micro: int) -> After | None:
         """What is done after this pass; None for nothing."""
         planner, buffers = self.planner, self.planner.buffers_of[layer]
-        found: dict[str, Any] = {}
+        prefetches: Buffers = ()
+        frees: Buffers = ()
+        updates: Buffers = ()
         if planner.reads_gathered(layer, kind):
-            found["prefetches"] = self._next_to(buffers) if planner.overlap_gather else ()
+            prefetches = self._prefetched(buffers)
             if not self._is_needed(buffers, kind):
                 # what is kept with the weights and not trained is always whole
-                found["frees"] = tuple(block for block in buffers if block.zero_stage == 3)
-        if self.zero_stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
-            found["updates"] = self._updated(planner.following.get(buffers[-1]))
-        if kind is Kind.BACKWARD_INPUT and self.zero_stage >= 2:
-            found["closes_early"] = tuple(block for block in buffers if block.trained)
-        if kind in COMPLETING:
-            found["completes"] = self._completed(buffers)
-        return After(**found) if any(found.values()) else None
+                frees = tuple(block for block in buffers if block.zero_stage == 3)
+        elif self.zero_stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
+            following = planner.following.get(buffers[-1])
+            if following is not None and following.on_host:
+                updates = _add_new([following], self.updated)
+        early, _ = self._halves(kind)
+        closes_early = tuple(block for block in buffers if block.trained and early)
+        completes = self._completed(buffers) if kind in COMPLETING else ()
+        todo = After(prefetches, frees, updates, closes_early, completes)
+        return todo if any(todo) else None
 
-    def _updated(self, following: Block | None) -> Block | None:
-        """The block that is stepped on the host next, once a step."""
-        if following is None or not following.on_host or following in self.updated:
-            return None
-        self.updated.add(following)
-        return following
+    def _halves(self, kind: Kind) -> tuple[bool, bool]:
+        """Whether a pass is the first, or the second, half of a split one that has separate
+        gradient buffers.
+        """
+        splits = self.zero_stage >= 2
+        return splits and kind is Kind.BACKWARD_INPUT, splits and kind is Kind.BACKWARD_WEIGHT
 
     def _completed(self, buffers: Buffers) -> Buffers:
         """The blocks that have had all passes of their period."""
@@ -224,8 +208,8 @@ class _Walk:
             if self.due[block] == 0 and block.trained:
                 self.due[block] = self.period[block]
                 found.append(block)
-                if self.zero_stage >= 2:  # the buffer is closed: the next pass opens another
-                    self.open.discard(block)
+        if self.zero_stage >= 2:  # the buffers are closed: the next pass opens others
+            self.open.difference_update(found)
         return tuple(found)
 
     # ---- stage 3: which weights are whole when
@@ -239,8 +223,11 @@ class _Walk:
             return True
         if self.planner.keep:
             return self.remaining[buffers] > 0
-        first = self.needs[0] if self.needs else ()
-        return buffers == first or bool(first) and buffers == self._next_to(first)
+        return bool(self.needs) and buffers in (self.needs[0], self._next_to(self.needs[0]))
+
+    def _prefetched(self, buffers: Buffers) -> Buffers:
+        """What is gathered while a pass that reads these computes."""
+        return self._next_to(buffers) if self.planner.overlap_gather else ()
 
     def _next_to(self, buffers: Buffers) -> Buffers:
         """The next other layer that is read, if it may be gathered while this one is: never two of
@@ -248,3 +235,10 @@ class _Walk:
         """
         other = next((other for other in self.needs if other != buffers), ())
         return () if self.planner.transformer_blocks.isdisjoint((*buffers, *other)) else other
+
+
+def _add_new(blocks: Iterable[Block], known: set[Block]) -> Buffers:
+    """Those that are not known yet, which they are from now on."""
+    found = tuple(block for block in blocks if block not in known)
+    known.update(found)
+    return found

@@ -25,8 +25,8 @@ from megatron.model.layer import REPORTED_SUM, MicroBatch, ScalarSpec
 from megatron.optimizer.lr_schedule import StepRates, finished, global_batch_size_at
 from megatron.optimizer.optimizer import sum_of_squares
 from megatron.parallel.blocks import Block
-from megatron.parallel.recording import Recording
 from megatron.parallel.schedule import forward_only
+from megatron.parallel.timeline import Recording
 from megatron.training.run import Run
 
 # of a batch, [b, s], of which a context-parallel rank reads its own positions alone

@@ -22,7 +22,7 @@ from megatron.distributed.groups import Axis, Groups
 from megatron.distributed.peers import busy_clock
 from megatron.observe.events import EventLog, Timers
 from megatron.observe.stragglers import BLOCKS, StragglerWatch
-from megatron.parallel.recording import Recording
+from megatron.parallel.timeline import Recording
 from megatron.training.advisor import Advisor
 
 

@@ -92,7 +92,7 @@ samples of neighbouring data-parallel ranks overlap | gpt dp2 serial
 = megatron/parallel/zero.py Zero._finish_reduction
 a data-parallel mean | gpt dp2 serial
     slice_ = pending.wait() => slice_ = pending.wait().div_(block.groups.shard.size)
-= megatron/parallel/zero.py Zero._finish_all_reductions
+= megatron/parallel/zero.py Zero.finish_gradients
 one block not reduced | gpt dp2 serial
     for block in self.trained: => for block in self.trained[1:]:
 = megatron/parallel/zero_plan.py _Walk._periods
@@ -161,7 +161,7 @@ no dropout in the second run of recomputation | recompute pp2 zero-bubble
         saved.micro, dropout=None, hidden_dropout=None)))[1]
 = megatron/parallel/zero_plan.py _Walk.after
 reduced when the input gradients are complete | documents pp2 zero-bubble-v dp2
-    if kind in COMPLETING: => if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+    if kind in COMPLETING => if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 = megatron/parallel/zero_plan.py _Walk._periods
 a split backward reduced one micro-batch too early | documents pp2 zero-bubble-v dp2
     if often else count => if often else count - 1

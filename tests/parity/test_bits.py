@@ -203,9 +203,9 @@ a host buffer free as soon as it has been filled | bf16 llama pp2 1f1b: away
     return Departed(storages, =>
         [self.pool.give(storage.size, storage.buffer) for storage in storages]
         return Departed(storages,
-= megatron/parallel/offload.py HostCopies._copy_back
+= megatron/parallel/offload.py HostCopies.fetch
 memory that is read before it has been copied back | bf16 llama pp2 1f1b: away
-    storage.tensor.copy_(storage.buffer.memory.view(storage.dtype), non_blocking=True) =>
+    storage.tensor.copy_(buffer.memory.view(storage.dtype), non_blocking=True) =>
         storage.tensor.zero_()
 """
 )

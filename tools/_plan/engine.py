@@ -239,11 +239,10 @@ class PlannedPasses:
     def _begin(self) -> Kept:
         """Before a pass, as OffloadingRunner._begin; what it reads has come."""
         self.at += 1
-        reads, ahead = self.route.reads, self.at + 1
-        if ahead < len(reads) and (coming := reads[ahead]) is not None:
-            self.coming[coming] = self._fetched(coming[0])
+        key, next_key = self.route.reads[self.at : self.at + 2]
+        if next_key is not None:
+            self.coming[next_key] = self._fetched(next_key[0])
             self.ledger.look()
-        key = reads[self.at]
         return Kept(None) if key is None else self.coming.pop(key)
 
     def _fetched(self, layer: Layer) -> Kept:

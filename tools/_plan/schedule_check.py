@@ -20,7 +20,6 @@ from megatron.parallel.schedule import (
     message_made,
     message_needed,
     send_of,
-    source_of,
     task_at,
 )
 
@@ -100,7 +99,7 @@ class _Rendezvous:
         number = self._number.get(message)
         if number is None:
             return False
-        return number < self._posted.get((source_of(message, self._placement), rank), 0)
+        return number < self._posted.get((self._placement[message.source], rank), 0)
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...]]]:
@@ -346,7 +345,7 @@ def _deadlock(schedule: Schedule, at: list[int], messages: _Rendezvous) -> str:
         assert awaited is not None
         action, message = awaited
         index = at[rank] + unit.index(action)
-        source = source_of(message, schedule.placement)
+        source = schedule.placement[message.source]
         waits[rank] = f"rank {rank}, action {index} ({describe(action)}) waits for rank {source}"
         rank = source
     if rank in waits:

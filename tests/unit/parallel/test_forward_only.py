@@ -1,13 +1,14 @@
 """Evaluation waits for old sends, which training never does: that must not close a circle."""
 
+from collections import Counter, defaultdict
+
 import pytest
 
 from megatron.parallel.messages import MAX_UNACKNOWLEDGED
 from megatron.parallel.schedule import (
-    COMPUTATIONS,
     Kind,
-    Message,
     Schedule,
+    channel_of,
     forward_only,
     message_needed,
     place,
@@ -18,36 +19,28 @@ def ends(schedule, limit):
     """Whether all lists end when a rank stops behind a send while more than `limit` of its outputs
     are not received.
     """
-    at = [0] * schedule.ranks
-    sent, posted, arrived = {}, {}, set()
-    while True:
+    at, before = [0] * schedule.ranks, None
+    sent, posted, arrived = defaultdict(list), Counter(), {None}
+    while at != before:
         before = list(at)
         for rank, actions in enumerate(schedule.actions):
-            while at[rank] < len(actions):
-                kind, stage, micro = action = actions[at[rank]]
-                if kind in COMPUTATIONS:
-                    if message_needed(action, schedule.placement) not in {None} | arrived:
+            for action in actions[at[rank] :]:
+                channel, message = channel_of(action, schedule.placement)
+                if channel is None:
+                    if message_needed(action, schedule.placement) not in arrived:
                         break
                     at[rank] += 1
                     continue
-                forward = kind is Kind.SEND_FORWARD
-                channel = (
-                    (rank, schedule.placement[stage + 1])
-                    if forward
-                    else (schedule.placement[stage - 1], rank)
-                )
-                queue = sent.setdefault(channel, [])
-                message = Message(Kind.FORWARD, stage + 1, micro)
-                if not forward:
-                    posted[channel] = posted.get(channel, 0) + 1
-                elif message not in queue:
-                    queue.append(message)
-                arrived |= set(queue[: posted.get(channel, 0)])
-                if forward and len(queue) - posted.get(channel, 0) > limit:
+                if action.kind is Kind.RECEIVE_FORWARD:
+                    posted[channel] += 1
+                elif message not in sent[channel]:
+                    sent[channel].append(message)
+                arrived.update(sent[channel][: posted[channel]])
+                is_send = action.kind is Kind.SEND_FORWARD
+                if is_send and len(sent[channel]) - posted[channel] > limit:
                     break
                 at[rank] += 1
-        if at == before:
-            return all(index == len(actions) for index, actions in zip(at, schedule.actions))
+    return at == [len(actions) for actions in schedule.actions]
 
 
 @pytest.mark.parametrize(

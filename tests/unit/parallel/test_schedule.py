@@ -71,20 +71,6 @@ def test_all_sizes_are_right_and_bounded(name: str):
             )
 
 
-@pytest.mark.parametrize("ranks, virtual, m", [(2, 2, 3), (3, 3, 7), (4, 2, 4)])
-def test_interleaved_takes_turns(ranks, virtual, m):
-    """Stage s lies on rank s mod ranks; rank 0 runs a group through its first virtual stage, then
-    through its second.
-    """
-    schedule = build_schedule("interleaved", ranks, virtual, m)
-    assert schedule.placement == tuple(s % ranks for s in range(ranks * virtual))
-    group = -(-m // max(m // ranks, 1))
-    forwards = [(a.stage, a.micro) for a in schedule.actions[0] if a.kind is Kind.FORWARD]
-    assert forwards[: 2 * group] == [(0, i) for i in range(group)] + [
-        (ranks, i) for i in range(group)
-    ]
-
-
 def test_forward_only_keeps_every_rank_busy():
     """Evaluation takes m turns for each stage of a rank and the way through the other ranks once;
     on a V down to the last rank and up again.

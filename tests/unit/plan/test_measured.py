@@ -14,6 +14,7 @@ IN_CI = [
     "stage 2, dp2, recompute",
     "stage 3, dp2",
     "pp2, llama, interleaved",
+    "pp2, gpipe, head in chunks",
     "pp2, bf16, soft cap",
     "pp2, windows and positions of some layers",
     "stage 3, dp2, squared relu, recompute",
@@ -27,7 +28,7 @@ IN_CI = [
 
 
 @pytest.mark.parametrize("name", IN_CI)
-@pytest.mark.default("stage 3, dp2", "pp2, llama, interleaved")
+@pytest.mark.default("stage 3, dp2", "pp2, llama, interleaved", "pp2, gpipe, head in chunks")
 def test_the_plan_is_what_lives(gloo_world, name):
     rows = compare(name, gloo_world)
     assert [row["ratio"] for row in rows] == pytest.approx([1.0] * len(rows), abs=TOLERANCE), rows

@@ -15,12 +15,13 @@ from megatron.tools._plan.memory import (
     stage_parameters,
 )
 from megatron.tools._plan.stages import stage_lines
-from memory_models import BATCH, DRY, LLAMA, VOCAB
+from memory_models import BATCH, DRY, LLAMA, SEQ, VOCAB
 
 from megatron.config.groups import Config
 from megatron.distributed.groups import Axis
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
+from megatron.model.kernels import compute_dtype
 from megatron.model.spec import TensorParallel
 from megatron.model.stages import pipeline_stages
 from megatron.parallel.blocks import build_blocks
@@ -36,6 +37,7 @@ def configure(pp: int, layers: int, flags: str, micro_batches: int = 8, tp: int 
     "pp, layers, flags",
     [
         (2, 4, "--pipeline-schedule zero-bubble-v"),
+        (2, 4, "--fp64"),
         (4, 12, f"{DRY} --num-virtual-stages-per-pipeline-rank 3"),
         (3, 4, "--position-embedding-type none --pipeline-model-parallel-layout E|tttt|L"),
     ],
@@ -46,12 +48,13 @@ def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, flags):
     padded = padded_vocab_size(VOCAB, config.model, tp)
     stages, placement = pipeline_stages(config, padded), schedule_of(config, pp * tp).placement
     estimates = [rank.sizes() for rank in rank_memories(config, VOCAB, pp * tp)]
+    dtype = compute_dtype(config.precision)
     for rank in range(pp):
         local = GPTModel(
             config.model,
             vocab_size=VOCAB,
             padded_vocab=padded,
-            dtype=torch.float32,
+            dtype=dtype,
             seed=1,
             tp=TensorParallel(Axis("tp", 0, tuple(range(tp)))),
             stages=tuple(
@@ -65,9 +68,9 @@ def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, flags):
         assert count == planned.parameters
         stored = sum(block.size for block in blocks)
         assert planned.static == {
-            "parameters": 4 * stored,
-            "gradients": 4 * stored,
-            "optimizer": 8 * stored,
+            "parameters": dtype.itemsize * stored,
+            "gradients": dtype.itemsize * stored,
+            "optimizer": 2 * dtype.itemsize * stored,
             "host": 0,
             "disk": 0,
         }
@@ -76,6 +79,17 @@ def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, flags):
     assert MemoryPlan(config, VOCAB, pp * tp).fullest.sizes() == largest
     ranks = PlannedSteps(config, VOCAB, pp * tp, "cuda").largest_ranks()
     assert max(estimates[rank]["total"] for rank in ranks) == largest["total"]
+
+
+def test_gpipe_keeps_every_micro_batch_and_1f1b_those_in_flight():
+    def activations(schedule: str, micro_batches: int) -> int:
+        config = configure(4, 8, f"{DRY} --pipeline-schedule {schedule}", micro_batches)
+        return rank_memories(config, VOCAB, 4)[1].peak.most["activations"]
+
+    message = SEQ * BATCH * 64 * 4  # of which two are on their way to a stage in the middle
+    one = activations("1f1b", 1)
+    assert activations("gpipe", 8) == 8 * one + 2 * message
+    assert activations("1f1b", 8) == activations("1f1b", 16) == 3 * one + 2 * message
 
 
 def test_the_table_of_stages():
@@ -113,6 +127,5 @@ def test_the_bubble_that_a_dry_run_tells():
 
     # (P - 1) / (m + P - 1)
     assert idle("") == pytest.approx(3 / 12, abs=0.01)
-    assert (
-        idle("--pipeline-model-parallel-layout Et|tt|tt|tttL") > idle("") + 0.1
-    )  # all wait for the largest stage
+    # all wait for the largest stage
+    assert idle("--pipeline-model-parallel-layout Et|tt|tt|tttL") > idle("") + 0.1

@@ -18,15 +18,15 @@ import time
 from dataclasses import replace
 from datetime import date
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from unit.zero.rows import SMALL, Row, faults  # noqa: E402
+from unit.zero.rows import RECOMPUTE, SMALL, Row, faults, fullest  # noqa: E402
 
 PIECES = 8 << 20
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SIZES = {
     "1M": SMALL,
     "60M": {"layers": 10, "hidden": 640, "heads": 10, "seq": 32, "vocab": 16384},
@@ -73,10 +73,7 @@ def measured(row: Row, ranked: list) -> dict:
     for pipe in range(row.pp):
         spans = [spans for at, spans in ranked if at == pipe]
         elements = sum(row.blocks(pipe).values())
-        peak = max(
-            (span for each in spans for span in each["step"]),
-            key=lambda span: span.peak["total"] - span.peak["before"],
-        )
+        most_bytes, peak = max(map(fullest, spans), key=itemgetter(0))
         between = max(
             span.now["total"] - span.now["before"] for each in spans for span in each["between"]
         )
@@ -88,7 +85,7 @@ def measured(row: Row, ranked: list) -> dict:
             "parameters": elements,
             "resident by the formula": sum(row.resident(pipe).values()) / elements,
             "resident": between / elements,
-            "peak": (peak.peak["total"] - peak.peak["before"]) / elements,
+            "peak": most_bytes / elements,
             "at the peak": dict(peak.at_peak),
             "where": peak.where,
             "most bytes": most,
@@ -110,10 +107,9 @@ def order_of_peaks(results: dict[str, dict]) -> list[str]:
         if row.flags != RECOMPUTE or row.stage == 0 or None in pair:
             continue
         peaks = [each["pipeline rank 0"]["peak"] for each in pair]
-        due = {1: True, 2: row.falls(0), 3: row.largest_two(0) < sum(row.blocks(0).values())}[
-            row.stage
-        ]
-        if due and peaks[1] >= peaks[0]:
+        gathers_less = row.largest_two(0) < sum(row.blocks(0).values())
+        due = {1: True, 2: row.falls(0), 3: gathers_less}
+        if due[row.stage] and peaks[1] >= peaks[0]:
             off.append(
                 f"{name} {row}: peak {peaks[1]:.3f} bytes a parameter, {peaks[0]:.3f} at the "
                 "stage before"

@@ -60,13 +60,8 @@ def measure(
     """(pipeline rank, spans by name): `between` two steps (nothing but its end counts), the passes
     of a `step`, its `update`, `evaluation`, in the order of the run.
     """
-    spans: dict[str, list[Span]] = {
-        "start": [],
-        "between": [],
-        "step": [],
-        "update": [],
-        "evaluation": [],
-    }
+    names = "start between step update evaluation"
+    spans: dict[str, list[Span]] = {name: [] for name in names.split()}
     kept: list[loop.Run] = []
     hosted: list[Tensor] = []
     live = LiveBytes()
@@ -78,19 +73,12 @@ def measure(
     def train(run: loop.Run):
         kept.append(run)
         stack.enter_context(live)
-        states = [
-            kept
-            for block in run.optimizer.trained
-            for kind, kept in run.optimizer.states[block].items()
-            if kind != "master"
-        ]
-        stepped = [
-            tensor
-            for block in run.optimizer.trained
-            if block.on_host
-            for tensor in run.optimizer.states[block].values()
-        ]
-        live.own(run.zero.blocks, states, slots=run.zero.zero_stage >= 2, host=[*stepped, *hosted])
+        states, in_host = [], [*hosted]
+        for block in run.optimizer.trained:
+            tensors = run.optimizer.states[block]
+            states += [tensor for kind, tensor in tensors.items() if kind != "master"]
+            in_host += tensors.values() if block.on_host else ()
+        live.own(run.zero.blocks, states, slots=run.zero.zero_stage >= 2, host=in_host)
         spans["start"].append(live.mark())
         if leak is not None:  # not before: the plan runs the same code
             stack.enter_context(LEAKS[leak]())

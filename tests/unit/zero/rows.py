@@ -10,6 +10,7 @@ from unit.zero.tracker import Span
 
 KIB = 1024
 GRID = 64  # elements on which every tensor begins
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SMALL = {"layers": 6, "hidden": 112, "heads": 4, "seq": 32, "vocab": 1024}  # 1.0M parameters
 COMMON = """--mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64
 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3
@@ -53,22 +54,11 @@ class Row:
 
     def __str__(self) -> str:
         size = dict(self.size)
-        words = [
-            f"stage{self.stage}",
-            f"dp{self.dp}",
-            f"pp{self.pp}",
-            f"m{self.micro}",
-            self.precision,
-            self.model,
-        ]
+        words = [f"stage{self.stage}", f"dp{self.dp}", f"pp{self.pp}", f"m{self.micro}"]
+        words += [self.precision, self.model]
         words += [f"{size['layers']}x{size['hidden']}-v{size['vocab']}"] if size != SMALL else []
-        return "-".join(
-            [
-                *words,
-                *([f"shard{self.shard}"] if self.shard else []),
-                *self.flags.replace("--", "").split(),
-            ]
-        )
+        words += [f"shard{self.shard}"] if self.shard else []
+        return "-".join([*words, *self.flags.replace("--", "").split()])
 
     @property
     def world(self) -> int:
@@ -207,6 +197,12 @@ class Row:
         """
         elements, gradient = sum(self.blocks(pipe).values()), PRECISIONS[self.precision][2]
         return replace(self, stage=2).slots(pipe) < gradient * elements * (1 - 1 / self.sharers)
+
+
+def fullest(spans: dict[str, list[Span]]) -> tuple[int, Span]:
+    """The most bytes of a step that the run itself holds, and when."""
+    span = max(spans["step"], key=lambda each: each.peak["total"] - each.peak["before"])
+    return span.peak["total"] - span.peak["before"], span
 
 
 def faults(row: Row, pipe: int, spans: dict[str, list[Span]], pieces: int) -> list[str]:

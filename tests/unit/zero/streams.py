@@ -79,12 +79,7 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         if not (self.query() and end.query()):
-            self.gpu.faults[
-                (
-                    f"{_line()} asks for the time between events that may not have happened: "
-                    "CUDA answers with an error"
-                )
-            ] = None
+            self.gpu.fault(f"{_line()} asks for the time between events that may not have happened")
         return 1.0
 
     def synchronize(self) -> None:
@@ -176,23 +171,20 @@ class NCCL:
     def all_reduce(
         self, x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Work:
-        work = self._start(
-            group, [x], [x], lambda: dist.all_reduce(x, op, group=group, async_op=True).wait
-        )
+        def begin() -> Any:
+            return dist.all_reduce(x, op, group=group, async_op=True).wait
+
+        work = self._start(group, [x], [x], begin)
         return work if async_op else work.wait()
 
     def _all_gather(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Work:
         assert async_op
-        return self._start(
-            group,
-            [x],
-            [out],
-            lambda: (
-                getattr(dist, collectives.ALL_GATHER)(
-                    out, x.clone(), group=group, async_op=True
-                ).wait
-            ),
-        )
+        all_gather = getattr(dist, collectives.ALL_GATHER)
+
+        def begin() -> Any:
+            return all_gather(out, x.clone(), group=group, async_op=True).wait
+
+        return self._start(group, [x], [out], begin)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Work:
         assert async_op
@@ -210,14 +202,16 @@ class NCCL:
         return self._start(group, [x], [out], begin)
 
     def isend(self, x: Tensor, dst: int, group: Any, tag: int = 0) -> Work:
-        return self._start(
-            group, [x], [], lambda: dist.isend(x, dst=dst, group=group, tag=tag).wait
-        )
+        def begin() -> Any:
+            return dist.isend(x, dst=dst, group=group, tag=tag).wait
+
+        return self._start(group, [x], [], begin)
 
     def irecv(self, x: Tensor, src: int, group: Any, tag: int = 0) -> Work:
-        return self._start(
-            group, [], [x], lambda: dist.irecv(x, src=src, group=group, tag=tag).wait
-        )
+        def begin() -> Any:
+            return dist.irecv(x, src=src, group=group, tag=tag).wait
+
+        return self._start(group, [], [x], begin)
 
     def P2POp(
         self, operation: Any, x: Tensor, peer: int, group: Any
@@ -423,7 +417,7 @@ class PretendedGPU(TorchDispatchMode):
             for (_, _, written), times in memory.accesses.items():
                 for other, (time, where) in times.items():
                     if stream.seen.get(other, 0) < time:
-                        self._fault(
+                        self.fault(
                             f"memory made at {memory.where} is used again while {where} may "
                             f"still {'write' if written else 'read'} it"
                         )
@@ -440,23 +434,14 @@ class PretendedGPU(TorchDispatchMode):
         memory = self.memories.get(tensor.untyped_storage())
         if memory is None:  # from before there was a GPU
             memory = self.memories[tensor.untyped_storage()] = Memory(stream, "the start")
-        first = tensor.storage_offset() * tensor.element_size()
-        end = (
-            first
-            + (
-                sum(
-                    (size - 1) * step
-                    for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-                )
-                + 1
-            )
-            * tensor.element_size()
-        )
+        item, dimensions = tensor.element_size(), zip(tensor.shape, tensor.stride(), strict=True)
+        first = tensor.storage_offset() * item
+        end = first + (sum((size - 1) * step for size, step in dimensions) + 1) * item
         for (low, high, wrote), times in list(memory.accesses.items()):
             if (wrote or written) and low < end and first < high:
                 for other, (then, there) in times.items():
                     if other is not stream and stream.seen.get(other, 0) < then:
-                        self._fault(
+                        self.fault(
                             f"{where} {'writes' if written else 'reads'} what {there} may "
                             f"still {'write' if wrote else 'read'}"
                         )
@@ -465,7 +450,7 @@ class PretendedGPU(TorchDispatchMode):
                     del memory.accesses[low, high, wrote]
         memory.accesses.setdefault((first, end, written), {})[stream] = time, where
 
-    def _fault(self, text: str) -> None:
+    def fault(self, text: str) -> None:
         self.faults[text] = None
 
 
@@ -489,11 +474,9 @@ def _place() -> FrameType | None:
 
 def _line() -> str:
     frame = _place()
-    return (
-        "?"
-        if frame is None
-        else f"{frame.f_code.co_filename.removeprefix(MEGATRON)}:{frame.f_lineno}"
-    )
+    if frame is None:
+        return "?"
+    return f"{frame.f_code.co_filename.removeprefix(MEGATRON)}:{frame.f_lineno}"
 
 
 def losses_of(flags: tuple[str, ...], gpu: PretendedGPU | None = None) -> list[float]:

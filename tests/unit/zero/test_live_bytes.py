@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from selection import one_in
 from unit.zero.measure import measure
-from unit.zero.rows import SMALL, Row, faults
+from unit.zero.rows import RECOMPUTE, SMALL, Row, faults, fullest
 from unit.zero.tracker import CALLS
 
 from megatron.distributed.collectives import NATIVE
@@ -25,7 +25,6 @@ FOUR = tuple({**SMALL, "layers": 4}.items())  # a layer for each stage of a V
 # Every pair of stage, ranks, pipeline and micro-batches, and of stage and precision; then what may
 # upset it.
 ROWS = [
-    *(Row(stage, 2, 1, 4) for stage in range(4)),
     Row(0, 4, 1, 1, "fp16"),
     Row(0, 2, 2, 4, "fp32"),
     Row(1, 4, 1, 1, "fp16"),
@@ -78,6 +77,17 @@ def test_a_run_holds_what_the_formula_says(gloo_world, row):
     assert not found, "\n".join(found)
 
 
+def test_the_peak_falls_from_stage_to_stage(gloo_world):
+    """Where buffers that come and go are smaller than what is shared out, activations small."""
+    peaks = []
+    for stage in range(4):
+        row = Row(stage, 2, 1, 2, flags=f"{RECOMPUTE} --train-iters 1 --eval-iters 0")
+        assert row.falls(0) and row.largest_two(0) < sum(row.blocks(0).values())
+        ranked = held(gloo_world, row)
+        peaks.append(max(fullest(spans)[0] for _, spans in ranked))
+    assert peaks == sorted(set(peaks), reverse=True), peaks
+
+
 @pytest.mark.parametrize("leak, fault", [("block", "parameters"), ("slot", "slots")])
 @pytest.mark.default("slot-slots")
 def test_one_leak_is_seen(gloo_world, leak, fault):
@@ -96,17 +106,6 @@ def test_all_functions_of_torch_distributed_that_the_project_calls_are_sampled()
     # one function calls what is looked up by name
     assert source.count("getattr(dist, ") == source.count("getattr(dist, NATIVE[operation])(") == 1
     called |= set(NATIVE.values())
-    assert called - set(CALLS) <= {
-        "init_process_group",
-        "destroy_process_group",
-        "new_group",
-        "get_backend",
-        "get_rank",
-        "get_world_size",
-        "is_initialized",
-        "is_nccl_available",
-        "batch_isend_irecv",
-        "P2POp",
-        "TCPStore",
-        "PrefixStore",
-    }, called
+    not_sampled = """init_process_group destroy_process_group new_group get_backend get_rank
+    get_world_size is_initialized is_nccl_available batch_isend_irecv P2POp TCPStore PrefixStore"""
+    assert called - set(CALLS) <= set(not_sampled.split()), called

@@ -37,35 +37,15 @@ from torch.utils._pytree import tree_leaves
 from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
 from megatron.distributed.interleaver import Interleaver
 
-KINDS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "host",
-    "slots",
-    "scratch",
-    "activations",
-    "before",
-)
+KINDS = "parameters gradients optimizer host slots scratch activations before".split()
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
 # functions that make a gradient of a parameter
 WEIGHT_GRADIENTS = frozenset(
     {"wgrad_gemm", "_add_rounded", "accumulate_gradients", "accumulate_embedding_grad"}
 )
 # of torch.distributed: after each the bytes are added up
-CALLS = (
-    "isend",
-    "irecv",
-    "send",
-    "recv",
-    "all_reduce",
-    "all_gather",
-    "broadcast",
-    "reduce",
-    "all_to_all_single",
-    ALL_GATHER,
-    REDUCE_SCATTER,
-)
+CALLS = "isend irecv send recv all_reduce all_gather broadcast reduce all_to_all_single".split()
+CALLS += [ALL_GATHER, REDUCE_SCATTER]
 
 
 @dataclass(eq=False)
@@ -257,33 +237,18 @@ class LiveBytes(TorchDispatchMode):
 
     def sample(self) -> Counter[str]:
         """Add up what is alive."""
+        whole = "slots" if self.slots else "gradients"
         for block in self.blocks:
-            for buffer, kind in (
-                (block.grad, "slots" if self.slots else "gradients"),
-                (block.summed, "gradients"),
-            ):
+            for buffer, kind in ((block.grad, whole), (block.summed, "gradients")):
                 if buffer is not None and self.kinds[key := self._see(buffer, kind, "")] != kind:
                     self._rename(key, kind)
-        now = Counter(
-            {
-                kind: sum(
-                    [
-                        memory.nbytes()
-                        for ref in list(refs.values())
-                        if (memory := ref()) is not None
-                    ]
-                )
-                for kind, refs in self.refs.items()
-                if refs
-            }
-        )
+        now: Counter[str] = Counter()
+        for kind, refs in self.refs.items():
+            now[kind] = sum(map(_size, [*refs.values()]))
         now["total"] = now.total()
         if now["scratch"] or now["slots"]:
-            opened = [
-                (storage, _size(storage.ref))
-                for kind in ("scratch", "slots")
-                for storage in list(self.live[kind].values())
-            ]
+            storages = [*self.live["scratch"].values(), *self.live["slots"].values()]
+            opened = [(storage, _size(storage.ref)) for storage in storages]
             if not self.open or self.open[-1] != opened:
                 self.open.append(opened)
         for kind in ("parameters", "gradients", "optimizer", "host", "activations", "before"):
