@@ -9,6 +9,7 @@ training/step.py, once a step.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -197,36 +198,36 @@ def global_batch_size_at(consumed: int, config: Config) -> int:
     return next(size for first, size in reversed(steps) if first <= consumed)
 
 
-def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | None]]:
-    """(samples before, batch size, steps of that size or None: all others), from `consumed` on."""
+def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int]]:
+    """(samples before, batch size, steps of that size), from `consumed` on; the last size has no
+    end.
+    """
     steps = batch_steps(config.training, config.data.seq_length)
     for (_, size), (end, _) in pairwise(steps):
         if consumed < end:  # the last step of a size may pass over whole stages
             count = -(-(end - consumed) // size)
             yield consumed, size, count
             consumed += count * size
-    yield consumed, steps[-1][1], None
+    yield consumed, steps[-1][1], sys.maxsize
 
 
 def iterations_for(samples: int, config: Config, consumed: int = 0) -> int:
     """Steps that bring a run from `consumed` to at least `samples` samples."""
-    iterations = 0
-    for before, size, steps in _stages(config, consumed):
-        # full steps of this batch size; the last may consume more than is asked for
-        needed = -(-max(samples - before, 0) // size)
-        if steps is None or needed <= steps:
-            return iterations + needed
-        iterations += steps
-    raise AssertionError("the last stage has no end")
+    # Full steps of each batch size; the last of all may consume more than is asked for.
+    return sum(
+        min(-(-max(samples - before, 0) // size), steps)
+        for before, size, steps in _stages(config, consumed)
+    )
 
 
 def samples_after(iterations: int, config: Config) -> int:
     """Samples consumed by the first `iterations` steps of a run, through all batch sizes."""
-    for before, size, steps in _stages(config, 0):
-        if steps is None or iterations <= steps:
-            return before + iterations * size
-        iterations -= steps
-    raise AssertionError("the last stage has no end")
+    samples = 0
+    for _, size, steps in _stages(config, 0):
+        count = min(iterations, steps)
+        samples += count * size
+        iterations -= count
+    return samples
 
 
 def finished(config: Config, iteration: int, consumed_samples: int) -> bool:

@@ -96,8 +96,7 @@ class UpdateRule:
         Narrower tensors are widened piece by piece; `grad` is undefined afterwards. The caller
         advances the step count.
         """
-        # What the kernel reads and writes next to the master weights, in the order of its
-        # arguments.
+        # Next to the master weights, in the order of the kernel's arguments.
         stored = [grad, *(states[name] for name in self.state_names)]
         implementation = self.implementation
         if implementation.takes_segments:
@@ -109,14 +108,19 @@ class UpdateRule:
 
         # Update piece by piece, so that what is widened stays in cache.
         size = PIECE_CUDA if master.is_cuda else PIECE
-        narrow = [buffer.dtype != master.dtype for buffer in stored]
-        scratch = _scratch(narrow, master, size) if any(narrow) else []
+        narrow = sum(buffer.dtype != master.dtype for buffer in stored)
+        # one allocation: the C library would trim several, step by step
+        scratch = master.new_empty(narrow, min(size, master.numel()))
         for start in range(0, master.numel(), size):
             part = slice(start, start + size)
             weight = master[part]
             pieces = [buffer[part] for buffer in stored]
             # in the master's precision, whatever the others are stored in
-            wide = _widened(pieces, scratch) if scratch else pieces
+            rooms = iter(scratch)
+            wide = [
+                piece if piece.dtype == master.dtype else next(rooms)[: piece.numel()].copy_(piece)
+                for piece in pieces
+            ]
             if not is_scaled:
                 wide[0].mul_(at.coefficient)
             implementation.step(self.config, weight, *wide, at)
@@ -264,18 +268,3 @@ def check_tables() -> None:
 
 
 check_tables()
-
-
-def _widened(pieces: list[Tensor], scratch: list[Tensor | None]) -> list[Tensor]:
-    """The pieces, the narrow ones as copies in scratch memory."""
-    return [
-        piece if room is None else room[: piece.numel()].copy_(piece)
-        for piece, room in zip(pieces, scratch)
-    ]
-
-
-def _scratch(narrow: list[bool], master: Tensor, size: int) -> list[Tensor | None]:
-    """Room for a piece of each of the gradient and the states that is narrower than `master`."""
-    # one allocation: the C library would trim several, step by step
-    rooms = iter(master.new_empty(sum(narrow), min(size, master.numel())))
-    return [next(rooms) if each else None for each in narrow]

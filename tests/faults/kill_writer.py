@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -140,7 +139,8 @@ class Outcome:
 
     def __init__(self) -> None:
         self.found: int | None = None
-        self.acknowledged, self.failed = 0, {}
+        self.acknowledged = 0
+        self.failed: dict[str, set[str]] = {}
         self.faults: list[str] = []
 
     def take(self, line: str) -> None:
@@ -154,26 +154,22 @@ class Outcome:
         elif word != "begin":
             self.acknowledged = max(self.acknowledged, int(line))
 
-    def judge_errors(self, one: bool) -> None:
-        """`one`: a save may fail, for the death of a writer process."""
-        self.faults += [
-            f"ranks reported different errors of iteration {iteration}: {lines}"
-            for iteration, lines in self.failed.items()
-            if len(lines) > 1
-        ]
-        if len(self.failed) > one or any(
-            "the process that writes checkpoints was killed" not in line
-            for line in set().union(*self.failed.values())
-        ):
-            self.faults.append(f"saves failed: {self.failed}")
-
-    def judge_ends(self, codes: list[int | None]) -> None:
-        """Exit codes of the ranks that were not killed; None: one waited for longer than it may."""
+    def judge(self, codes: list[int | None], *, may_fail: bool) -> None:
+        """`codes`: of the ranks that were not killed, None for one that waited for longer than it
+        may. `may_fail`: a save, for the death of a writer process.
+        """
         for code in codes:
             if code is None:
                 self.faults.append("a rank waited for the dead one")
             elif code != BEREFT:
                 self.faults.append(f"a rank ended with code {code}")
+        killed = "the process that writes checkpoints was killed"
+        lines = [each for each in self.failed.values() if len(each) > 1]
+        if lines:
+            self.faults.append(f"ranks reported different errors of a save: {lines}")
+        lines = [line for each in self.failed.values() for line in each]
+        if len(self.failed) > may_fail or any(killed not in line for line in lines):
+            self.faults.append(f"saves failed: {self.failed}")
 
 
 def kill_once(
@@ -219,8 +215,7 @@ def kill_once(
             process.kill()
             process.join()
     assert dead.exitcode == -signal.SIGKILL, "the victim ended by itself: see its traceback above"
-    outcome.judge_ends(codes)
-    outcome.judge_errors(bool(writers))
+    outcome.judge(codes, may_fail=bool(writers))
     return outcome
 
 
@@ -236,64 +231,6 @@ def await_another_save(shown: Reports, outcome: Outcome) -> None:
         outcome.take(line)
 
 
-@dataclass
-class Campaign:
-    """Kills in one folder, one after the other. In the local tier nodes are lost too: of two or
-    more one, when none is missing.
-    """
-
-    job: Job
-    root: Path
-    ranks: int
-    mode: str
-    rng: random.Random
-    recovered: int = 0  # iteration
-    saved: int = 0
-
-    def kill(self, saves_a_second: int) -> list[str]:
-        """What is wrong after one kill."""
-        rng, what = self.rng, "rank"
-        if self.mode != "sync":
-            what = rng.choice(["rank", "writer", "both"])
-        # a run that loses its writer process while it starts does not start
-        warm = what != "rank" or (self.mode != "sync" and rng.random() < 0.7)
-        delay, victim = rng.uniform(0, 4 / max(1, saves_a_second)), rng.randrange(self.ranks)
-        outcome = kill_once(
-            self.job, self.root, self.recovered + 1, delay, self.ranks, victim, what, warm
-        )
-        acknowledged = max(self.recovered, outcome.acknowledged)
-        self.saved += acknowledged - self.recovered
-        iteration, fault = verdict(self.root, 0 if self.mode == "local" else acknowledged)
-        wrong = [*outcome.faults, *filter(None, [fault])]
-        if self.mode == "local":
-            wrong += self.after_both_tiers(outcome.found, acknowledged)
-        else:
-            self.recovered = iteration
-        if wrong:
-            self.begin_again()
-        for old in manifest.list_iterations(self.root)[2:]:  # keep the folder small
-            shutil.rmtree(self.root / manifest.iteration_folder(old))
-        return wrong
-
-    def after_both_tiers(self, found: int | None, acknowledged: int) -> list[str]:
-        """`found`: what the job resumed from, if it came as far. Now and then a node is lost."""
-        before, self.recovered = self.recovered, max(acknowledged, found or 0)
-        if found is None:
-            return []
-        if self.ranks > 1 and self.rng.random() < 0.4:
-            shutil.rmtree(node_folder(self.root, self.rng.randrange(self.ranks)))
-        if found < before:
-            return [f"iteration {before} was saved, but the next job found {found}"]
-        return []
-
-    def begin_again(self) -> None:
-        for node in range(self.ranks):
-            shutil.rmtree(node_folder(self.root, node), ignore_errors=True)
-        shutil.rmtree(self.root, ignore_errors=True)
-        self.root.mkdir()
-        self.recovered = 0
-
-
 def campaign(
     kills: int,
     seed: int,
@@ -303,22 +240,47 @@ def campaign(
     ranks: int = 1,
     mode: str = "sync",
 ) -> list[str]:
-    """Run it; returns what went wrong, one line a kill."""
-    begin, faults = time.monotonic(), []
+    """Kills in one folder, one after the other; returns what went wrong, one line a kill. In the
+    local tier nodes are lost too: of two or more one, when none is missing.
+    """
+    begin, rng = time.monotonic(), random.Random(seed)
+    faults: list[str] = []
     # how many saves a second holds
-    first = kill_once(job, root, 1, 1.0, ranks, warm=mode != "sync").acknowledged
-    running = Campaign(job, root, ranks, mode, random.Random(seed), recovered=first)
+    per_second = kill_once(job, root, 1, 1.0, ranks, warm=mode != "sync").acknowledged
+    saved, recovered = 0, per_second
     for number in range(1, kills + 1):
-        if wrong := running.kill(first):
+        # 1. A run that loses its writer process while it starts does not start.
+        what = "rank" if mode == "sync" else rng.choice(["rank", "writer", "both"])
+        warm = what != "rank" or (mode != "sync" and rng.random() < 0.7)
+        delay, victim = rng.uniform(0, 4 / max(1, per_second)), rng.randrange(ranks)
+        outcome = kill_once(job, root, recovered + 1, delay, ranks, victim, what, warm)
+        acknowledged = max(recovered, outcome.acknowledged)
+        saved += acknowledged - recovered
+
+        # 2. What is there. In the local tier the job itself has looked, if it came as far.
+        is_local = mode == "local"
+        iteration, fault = verdict(root, 0 if is_local else acknowledged)
+        wrong = [*outcome.faults, *filter(None, [fault])]
+        if not is_local:
+            recovered = iteration
+        elif outcome.found is not None and outcome.found < recovered:
+            wrong.append(f"iteration {recovered} was saved, the next job found {outcome.found}")
+        if is_local:
+            recovered = max(acknowledged, outcome.found or 0)
+            if outcome.found is not None and ranks > 1 and rng.random() < 0.4:
+                shutil.rmtree(node_folder(root, rng.randrange(ranks)))
+        if wrong:
             faults.append(f"kill {number}: {'; '.join(wrong)}")
-        left = (time.monotonic() - begin) / number * (kills - number)
-        report(
-            f"kill {number}/{kills}: recovered iteration {running.recovered}, {len(faults)} bad, "
-            f"{left:.0f} s left"
-        )
+            recovered = 0
+            for folder in (root, *(node_folder(root, node) for node in range(ranks))):
+                shutil.rmtree(folder, ignore_errors=True)
+            root.mkdir()
+        for old in manifest.list_iterations(root)[2:]:  # keep the folder small
+            shutil.rmtree(root / manifest.iteration_folder(old))
+        report(f"kill {number}/{kills}: recovered iteration {recovered}, {len(faults)} bad")
     of = f" of one of {ranks} ranks" if ranks > 1 else ""
     report(
-        f"{mode}: {kills} kills{of}, {running.saved} saves returned, {len(faults)} bad recoveries, "
+        f"{mode}: {kills} kills{of}, {saved} saves returned, {len(faults)} bad recoveries, "
         f"{time.monotonic() - begin:.1f} s"
     )
     return faults
@@ -328,38 +290,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="processes that save together; one of them is killed"
-    )
+    parser.add_argument("--ranks", type=int, default=1, help="that save; one of them is killed")
     parser.add_argument("--mode", choices=JOBS, default="sync")
-    parser.add_argument(
-        "--writer",
-        choices=sorted({name for jobs in JOBS.values() for name in jobs}),
-        default="real",
-    )
-    parser.add_argument(
-        "--folder",
-        help="where to save (a new folder is made in it); default: the system's temporary folder",
-    )
-    arguments = parser.parse_args()
-    if arguments.writer not in JOBS[arguments.mode]:
-        parser.error(
-            f"--writer {arguments.writer} is none of --mode {arguments.mode}: "
-            f"{', '.join(JOBS[arguments.mode])}"
-        )
+    parser.add_argument("--writer", default="real", help="of the mode")
+    parser.add_argument("--folder", help="where to save, in a new folder")
+    options = parser.parse_args()
+    jobs = JOBS[options.mode]
+    if options.writer not in jobs:
+        parser.error(f"--writer of --mode {options.mode}: one of {', '.join(jobs)}")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        faults = campaign(
-            arguments.kills,
-            arguments.seed,
-            JOBS[arguments.mode][arguments.writer],
-            Path(folder) / "run",
-            print,
-            arguments.ranks,
-            arguments.mode,
-        )
-    for fault in faults:
-        print(fault)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        settings = options.kills, options.seed, jobs[options.writer], Path(folder) / "run"
+        faults = campaign(*settings, print, options.ranks, options.mode)
+    print("\n".join(faults))
     sys.exit(bool(faults))
 
 

@@ -6,7 +6,7 @@ import pytest
 from parity.compare import faults_of
 from parity.layouts import BASE, read_rows
 from parity.worker import run_case
-from unit.optimizer.test_nvme import same_bits
+from unit.optimizer.test_offload import same_bits
 
 pytestmark = pytest.mark.gpu
 

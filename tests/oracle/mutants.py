@@ -445,8 +445,8 @@ a warm-up share of the run instead of the decay | uneven-split-seed-llama3
         if self.warmup > 0 and
 = megatron/optimizer/lr_schedule.py samples_after
 lengths in iterations counted in whole batches under ramp-up | ramp-up
-    for before, => return iterations * config.training.global_batch_size
-        for before,
+    samples = 0 => return iterations * config.training.global_batch_size
+        samples = 0
 = megatron/training/step.py update
 a learning rate one step late | gpt-files
     rates=rates, => rates=run.schedule.rates(run.progress.scheduled_samples)._replace(

@@ -19,17 +19,12 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.stages import frozen_units
 from megatron.config.validate import cross_field_faults, resolve
 
-GPT = (
-    *BASE,
-    *"--micro-batch-size 1 --num-layers 4 --train-iters 4 --fp64 --clip-grad 0".split(),
-    *"--log-num-zeros-in-grad".split(),
-)
-UNTIED = (
-    *GPT,
-    *LLAMA.split(),
-    *"--untie-embeddings-and-output-weights --group-query-attention".split(),
-    *"--num-query-groups 2 --qk-layernorm".split(),
-)
+COMMON = """--micro-batch-size 1 --num-layers 4 --train-iters 4 --fp64 --clip-grad 0
+--log-num-zeros-in-grad"""
+GPT = (*BASE, *COMMON.split())
+MORE = """--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
+--qk-layernorm"""
+UNTIED = (*GPT, *LLAMA.split(), *MORE.split())
 FREEZE = {  # flags, frozen units
     "tied": (GPT, "embedding,layers.0,layers.2-3"),
     "untied": (UNTIED, "head,layers.1-2"),
@@ -97,25 +92,15 @@ def test_live_bytes_are_those_of_the_formula(gloo_world, stage):
     """A frozen parameter takes 2 bytes in bf16, 2/N at stage 3, and nothing else at any time; the
     plan knows it, to the byte and at the peak.
     """
-    flags = (
-        *BASE,
-        *WIDE,
-        *"--train-iters 2 --eval-iters 0".split(),
-        "--zero-stage",
-        str(stage),
-        "--freeze",
-        "embedding,layers.0-1",
-    )
+    own = f"--train-iters 2 --eval-iters 0 --zero-stage {stage} --freeze embedding,layers.0-1"
+    flags = (*BASE, *WIDE, *own.split())
     config = resolve(parse_arguments(list(flags)).config, 2, 256).config
     (planned,) = rank_memories(config, 256, 2, "cpu")
-    frozen, rest = (
-        sum(block.size for block in planned.blocks if block.trained == trained)
-        for trained in (False, True)
-    )
-    assert frozen > rest / 2 and {block.name for block in planned.blocks if block.trained} == {
-        "layers.2",
-        "layers.3",
-    }
+    trained = [block for block in planned.blocks if block.trained]
+    assert {block.name for block in trained} == {"layers.2", "layers.3"}
+    rest = sum(block.size for block in trained)
+    frozen = sum(block.size for block in planned.blocks) - rest
+    assert frozen > rest / 2
     formula = {0: 2 * frozen + 18 * rest, 2: 2 * frozen + 10 * rest, 3: frozen + 8 * rest}[stage]
     assert planned.resident == formula
     for _, spans in gloo_world(2).run(measure, flags):
@@ -132,7 +117,8 @@ def test_frozen_weights_keep_their_bits_and_checkpoints_hold_no_state_of_them(gl
     """
     plain = (*BASE, *WIDE, "--train-iters", "4")
     flags = (*plain, "--save-interval", "2", "--freeze", "embedding,layers.0-1")
-    world, (save, again) = gloo_world(2), (tmp_path / "save", tmp_path / "again")
+    world, save, again = gloo_world(2), tmp_path / "save", tmp_path / "again"
+    resume = "--load", str(save), "--ckpt-step", "2"
     world.run(run_case, (*flags, "--zero-stage", "3", "--save", str(save)))
     with open_checkpoint(save, 2) as middle, open_checkpoint(save, 4) as last:
         for name in last.names:
@@ -141,26 +127,13 @@ def test_frozen_weights_keep_their_bits_and_checkpoints_hold_no_state_of_them(gl
             assert not frozen or part == name, f"{name}: state of what is frozen"
             assert torch.equal(middle[name], last[name]) == frozen, name
             assert part != name or last[name].dtype == (torch.bfloat16 if frozen else torch.float32)
-    world.run(
-        run_case,
-        (
-            *flags,
-            "--zero-stage",
-            "2",
-            "--load",
-            str(save),
-            "--ckpt-step",
-            "2",
-            "--save",
-            str(again),
-        ),
-    )
+    world.run(run_case, (*flags, "--zero-stage", "2", *resume, "--save", str(again)))
     with open_checkpoint(save, 4) as one, open_checkpoint(again, 4) as other:
         assert one.names and sorted(one.names) == sorted(other.names)
         assert all(torch.equal(one[name], other[name]) for name in one.names)
-    trains_all = (*plain, "--load", str(save), "--ckpt-step", "2")
-    assert "was saved without the optimizer's state" in world.run(fault_of, trains_all)[0]
-    world.run(run_case, (*trains_all, "--no-load-optim"))
+    missing = "was saved without the optimizer's state"
+    assert missing in world.run(fault_of, (*plain, *resume))[0]
+    world.run(run_case, (*plain, *resume, "--no-load-optim"))
 
 
 def fault_of(flags: tuple[str, ...]) -> str:
@@ -172,26 +145,16 @@ def fault_of(flags: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     "words, fault",
     [
-        (
-            "embedding,layer.1",
-            "'layer.1' is none of embedding, head, layers.N and layers.N-M, with commas between",
-        ),
+        ("embedding,layer.1", "'layer.1' is none of embedding, head, layers.N and layers.N-M, "),
         ("layers.2-4", "layers.2-4: layers go from 0 to 3"),
-        (
-            "head",
-            (
-                "head has the embedding's matrix: freeze embedding, which freezes both, or give "
-                "--untie-embeddings-and-output-weights"
-            ),
-        ),
+        ("head", "head has the embedding's matrix: freeze embedding, which freezes both, or give "),
         ("embedding,layers.0-3", "nothing would be trained; to evaluate only, give --skip-train"),
     ],
 )
 def test_what_cannot_be_frozen(words, fault):
     config = parse_arguments([*GPT, "--freeze", words]).config
-    assert any(
-        line.startswith("--freeze") and fault in line for line in cross_field_faults(config, 1, 50)
-    ), cross_field_faults(config, 1, 50)
+    faults = cross_field_faults(config, 1, 50)
+    assert any(line.startswith("--freeze") and fault in line for line in faults), faults
 
 
 def test_units_by_name():
@@ -199,13 +162,7 @@ def test_units_by_name():
         return frozen_units(parse_arguments([*flags, "--freeze", words]).config)
 
     assert units(GPT, "embedding,layers.1") == {"embedding", "head", "layers.1"}
-    assert units(UNTIED, "embedding,layers.0-2,layers.1") == {
-        "embedding",
-        "layers.0",
-        "layers.1",
-        "layers.2",
-    }
-    assert (
-        units(UNTIED, "head") == {"head"}
-        and frozen_units(parse_arguments(list(GPT)).config) == frozenset()
-    )
+    untied = {"embedding", "layers.0", "layers.1", "layers.2"}
+    assert units(UNTIED, "embedding,layers.0-2,layers.1") == untied
+    assert units(UNTIED, "head") == {"head"}
+    assert frozen_units(parse_arguments(list(GPT)).config) == frozenset()

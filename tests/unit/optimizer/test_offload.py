@@ -1,49 +1,181 @@
-"""Blocks that are stepped on the host train the same bits, at every stage; a checkpoint and a log
-line see them stepped.
+"""State on the host or in files, and weights in host memory between their uses: the same bits at
+every stage; a checkpoint and a log line see them stepped.
 """
 
 from __future__ import annotations
 
+import math
+import os
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
+from parity import worker
 from parity.layouts import BASE
-from parity.worker import run_case
+from parity.worker import Outcome, run_case
 
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.optimizer import nvme
 from megatron.parallel.blocks import on_host_of
 
-OFFLOAD = "--optimizer-cpu-offload"
-RUNS = {  # flags of two ranks
-    "fp32": "--zero-stage 0 --log-num-zeros-in-grad",
-    "fp32-zero1": "--zero-stage 1",
-    "bf16-zero2": "--zero-stage 2 --bf16 --log-num-zeros-in-grad",
-    # the first steps overflow
-    "fp16-zero2": "--zero-stage 2 --fp16 --initial-loss-scale 1e12 --loss-scale-window 2",
-    "bf16-zero3": "--zero-stage 3 --bf16 --eval-interval 3",
-    "bf16-zero3-kept": "--zero-stage 3 --zero3-keep-gathered --bf16 --no-overlap-param-gather",
-    "fp32-zero3-recompute": "--zero-stage 3 --recompute-granularity full",
-    "bf16-zero2-pipeline": (
-        "--zero-stage 2 --bf16 --pipeline-model-parallel-size 2 --pipeline-schedule "
-        "zero-bubble-v --num-layers 4"
+SMALL = 4096  # elements of a part of a file: layers of these models have several
+FLAGS = (*BASE, "--micro-batch-size", "2")
+HOST, PART = "--optimizer-cpu-offload", "--optimizer-cpu-offload --optimizer-offload-fraction 0.4"
+FILES, SOME_FILES = (
+    "--optimizer-nvme-offload DISK",
+    ("--optimizer-nvme-offload DISK --optimizer-offload-fraction 0.6"),
+)
+WEIGHTS = "--param-cpu-offload"
+WEIGHTS_FILES = f"{WEIGHTS} {FILES}"
+OVERFLOWS = "--fp16 --initial-loss-scale 1e12 --loss-scale-window 2"
+PP = "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule"
+RUNS = {  # flags of 2 ranks, with a pipeline or copies of 4; more flags
+    "--zero-stage 0 --log-num-zeros-in-grad": (HOST, PART, FILES),
+    "--zero-stage 1": (HOST, PART),
+    "--zero-stage 2 --bf16 --log-num-zeros-in-grad": (HOST, PART),
+    f"--zero-stage 2 {OVERFLOWS}": (HOST, PART, SOME_FILES),
+    "--zero-stage 3 --eval-interval 3": (WEIGHTS,),
+    "--zero-stage 3 --zero-shard-size 2": (WEIGHTS_FILES,),
+    "--zero-stage 3 --bf16 --eval-interval 3": (HOST, PART),
+    "--zero-stage 3 --zero3-keep-gathered --bf16 --no-overlap-param-gather": (HOST, PART, FILES),
+    "--zero-stage 3 --recompute-granularity full": (HOST, PART),
+    f"--zero-stage 2 --bf16 {PP} zero-bubble-v": (HOST, PART, SOME_FILES),
+    f"--zero-stage 3 {OVERFLOWS} {PP} zero-bubble": (WEIGHTS,),
+    f"--zero-stage 3 --bf16 {PP} zero-bubble-v --zero3-keep-gathered --no-overlap-param-gather": (
+        WEIGHTS,
     ),
+    f"--zero-stage 3 --bf16 {PP} gpipe": (WEIGHTS_FILES,),
+    f"--zero-stage 3 --bf16 --recompute-granularity full {PP} 1f1b": (
+        f"{WEIGHTS} --optimizer-offload-fraction 0.4",
+    ),
+    f"--zero-stage 3 --bf16 --freeze layers.0 --num-virtual-stages-per-pipeline-rank 2 "
+    f"{PP} interleaved": (WEIGHTS,),
 }
 
 
-def reported(outcome) -> list[str]:
-    """All that a run logs, NaN included; and the weights' names."""
-    names = [(piece.name, piece.offset) for piece in outcome.weights]
-    return list(map(repr, [*outcome.steps, *outcome.metrics, *names]))
+def looked_at(flags: tuple[str, ...]) -> tuple[Outcome, int, int]:
+    """A run whose state is elsewhere: its outcome, how many blocks leave no weights on the device,
+    and how many parts of files there are beyond one a block.
+    """
+    seen, check = [], worker.published_weights_are_the_masters
+
+    def look(run) -> None:
+        check(run)
+        optimizer = run.optimizer
+        beyond = 0
+        if files := optimizer.files:
+            memory = [len(room) for slot in files.ring for room in slot.memory.values()]
+            assert sum(memory) == nvme.SLOTS * SMALL * 12  # whatever the model's size
+            beyond = len(files.order) - len(files.parts)
+        for block in optimizer.blocks:
+            assert (block.master is None) == block.in_files
+            assert block.in_files == (block.on_host and "--optimizer-nvme-offload" in flags)
+            if WEIGHTS not in flags:
+                continue
+            assert block.offloaded == (block.on_host or not block.trained) and block.is_released
+            assert block.offloaded or block.rounded is None
+            for piece, held in optimizer.pieces(block, ("master",), "read"):
+                gathered = block.gathered_from[piece].to(block.weight)
+                assert torch.equal(gathered, held["master"].to(block.weight))
+        seen.append((sum(block.offloaded for block in optimizer.blocks), beyond))
+
+    with (
+        mock.patch.object(nvme, "PART", SMALL),
+        mock.patch.object(worker, "published_weights_are_the_masters", look),
+    ):
+        return run_case(flags), *seen[0]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_step_on_the_host_has_the_same_bits(gloo_world, name):
-    flags = (*BASE, "--train-iters", "8", "--micro-batch-size", "2", *RUNS[name].split())
-    world = gloo_world(4 if "pipeline" in name else 2)
-    plain = world.run(run_case, flags)
-    for more in ((OFFLOAD,), (OFFLOAD, "--optimizer-offload-fraction", "0.4")):
-        for one, other in zip(plain, world.run(run_case, (*flags, *more))):
-            assert reported(one) == reported(other)
-            assert all(torch.equal(a.values, b.values) for a, b in zip(one.weights, other.weights))
-    assert any(step.skipped for step in plain[0].steps) == name.startswith("fp16")
+def same_bits(one: Outcome, other: Outcome, digits: float = 1e-13) -> None:
+    """Logs and weights, but for the last digits of a norm that is summed part by part."""
+    assert list(map(repr, one.steps)) == list(map(repr, other.steps))
+    assert len(one.metrics) == len(other.metrics)
+    for row, same in zip(one.metrics, other.metrics):
+        norms = row.get("params-norm", 0), same.get("params-norm", 0)
+        assert norms[0] == pytest.approx(norms[1], rel=digits, abs=0)
+        assert repr(row | {"params-norm": 0}) == repr(same | {"params-norm": 0})
+    ours, theirs = whole(one.weights), whole(other.weights)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def whole(pieces) -> dict[str, torch.Tensor]:
+    """Tensors put together from one rank's pieces; what it does not hold is -9."""
+    found: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        empty = torch.full(piece.shape, -9.0, dtype=piece.values.dtype)
+        place = (slice(low, low + size) for low, size in zip(piece.offset, piece.values.shape))
+        found.setdefault(piece.name, empty)[tuple(place)] = piece.values
+    return found
+
+
+@pytest.mark.parametrize("flags", RUNS, ids=str)
+@pytest.mark.default("--zero-stage 0 --log-num-zeros-in-grad", "--zero-stage 3 --eval-interval 3")
+def test_a_step_elsewhere_has_the_same_bits(gloo_world, tmp_path, flags):
+    both = (*FLAGS, "--train-iters", "8", *flags.split())
+    world = gloo_world(4 if "pipeline" in flags or "shard-size" in flags else 2)
+    plain = world.run(run_case, both)
+    for words in RUNS[flags]:
+        more = words.replace("DISK", str(tmp_path)).split()
+        outcomes, offloaded, beyond = zip(*world.run(looked_at, (*both, *more)), strict=True)
+        for one, other in zip(plain, outcomes):
+            same_bits(one, other, 0 if words in (HOST, PART) else 1e-13)
+        assert all(offloaded) == (WEIGHTS in words)
+        assert any(beyond) or words not in (FILES, SOME_FILES)
+        assert os.listdir(tmp_path) == []
+    assert any(step.skipped for step in plain[0].steps) == ("fp16" in flags)
+    assert all(math.isfinite(step.loss) for step in plain[0].steps)
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16 --freeze embedding", OVERFLOWS])
+def test_one_rank_that_shares_with_nobody_trains_the_same_bits(one_thread, flags):
+    """Without the flag it is at stage 0, which with one micro-batch adds nothing up in another
+    order.
+    """
+    own = "--zero-stage 3 --train-iters 6 --micro-batch-size 8".split()
+    flags = (*BASE, *own, *flags.split())
+    found, count, _ = looked_at((*flags, WEIGHTS))
+    same_bits(run_case(flags), found)
+    assert count == 3
+
+
+def same_checkpoints(one: Path, other: Path, iteration: int) -> bool:
+    with open_checkpoint(one, iteration) as a, open_checkpoint(other, iteration) as b:
+        assert sorted(a.names) == sorted(b.names) and len(a.names) % 3 == 0
+        return all(torch.equal(a[name], b[name]) for name in a.names)
+
+
+@pytest.mark.parametrize(
+    ("flags", "more", "ranks"),
+    [
+        ("--zero-stage 2 --bf16", "files", 2),
+        ("--zero-stage 0 --async-save", "files", 2),
+        ("--zero-stage 3 --bf16", "weights", 2),
+        ("--zero-stage 3 --bf16", "weights", 1),
+    ],
+)
+@pytest.mark.default("--zero-stage 2 --bf16-files-2", "--zero-stage 3 --bf16-weights-1")
+def test_checkpoints_are_those_of_a_run_in_memory(gloo_world, tmp_path, flags, more, ranks):
+    """Saved by two ranks with and without, loaded with and without, gone on with: always the same
+    bits.
+    """
+    (disk := tmp_path / "disk").mkdir()
+    flags = (*BASE, *"--train-iters 6 --save-interval 3".split(), *flags.split())
+    more = {"files": FILES.replace("DISK", str(disk)), "weights": WEIGHTS}[more].split()
+    here, there, here_again, there_again = (tmp_path / str(number) for number in range(4))
+
+    def train(ranks: int, save: Path, *own: str) -> None:
+        words = (*flags, "--micro-batch-size", str(8 // ranks), "--save", str(save), *own)
+        gloo_world(ranks).run(looked_at if set(more) <= set(own) else run_case, words)
+
+    train(2, here)
+    train(2, there, *more)
+    assert same_checkpoints(here, there, 3) and same_checkpoints(here, there, 6)
+    train(ranks, there_again, *more, "--load", str(here), "--ckpt-step", "3")
+    train(ranks, here_again, "--load", str(there), "--ckpt-step", "3")
+    assert same_checkpoints(here_again, there_again, 6)
+    assert ranks == 1 or same_checkpoints(here, here_again, 6)
 
 
 def test_the_share_of_the_host_is_the_last_blocks():

@@ -21,20 +21,13 @@ NAMES = {FP32: "fp32", BF16: "bf16"}
 
 
 def rule_of(implementation="torch-fused", exp_avg=FP32, exp_avg_sq=FP32, **settings):
-    return UpdateRule(
-        OptimizerConfig(
-            exp_avg_dtype=NAMES[exp_avg], exp_avg_sq_dtype=NAMES[exp_avg_sq], **settings
-        ),
-        implementation,
-    )
+    dtypes = {"exp_avg_dtype": NAMES[exp_avg], "exp_avg_sq_dtype": NAMES[exp_avg_sq]}
+    return UpdateRule(OptimizerConfig(**dtypes, **settings), implementation)
 
 
 def uniform(size, low, high, seed, dtype=FP32):
-    return (
-        torch.empty(size)
-        .uniform_(low, high, generator=torch.Generator().manual_seed(seed))
-        .to(dtype)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(size).uniform_(low, high, generator=generator).to(dtype)
 
 
 def start(size, exp_avg=FP32, exp_avg_sq=FP32):
@@ -70,11 +63,8 @@ def apply(rule, master, grad, states, step, out=None, found_inf=0.0, coefficient
 def test_fp32_bits_are_those_of_one_call_on_the_whole_buffer(size, piece, monkeypatch):
     monkeypatch.setattr(update, "PIECE", piece)
     rule, (master, states) = rule_of(), start(size)
-    theirs, exp_avg, exp_avg_sq = (
-        master.clone(),
-        states["exp_avg"].clone(),
-        states["exp_avg_sq"].clone(),
-    )
+    ours = master, *states.values()
+    theirs, exp_avg, exp_avg_sq = plain = [each.clone() for each in ours]
     out = torch.empty(size, dtype=BF16)
     for step in range(3):
         apply(rule, master, gradient(size, step), states, step, out)
@@ -96,11 +86,7 @@ def test_fp32_bits_are_those_of_one_call_on_the_whole_buffer(size, piece, monkey
             grad_scale=1 / torch.tensor(COEFFICIENT),
             found_inf=torch.tensor(0.0),
         )
-        assert (
-            torch.equal(master, theirs)
-            and torch.equal(states["exp_avg"], exp_avg)
-            and torch.equal(states["exp_avg_sq"], exp_avg_sq)
-        )
+        assert all(map(torch.equal, ours, plain))
         assert torch.equal(out, theirs.to(BF16))
 
 
@@ -121,14 +107,8 @@ def test_bits_do_not_depend_on_cuts_at_the_alignment(
         for step in range(3):
             gradients = gradient(size, step, grad)
             for part in (slice(a, b) for a, b in itertools.pairwise(cuts)):
-                apply(
-                    rule,
-                    master[part],
-                    gradients[part],
-                    {name: state[part] for name, state in states.items()},
-                    step,
-                    out[part],
-                )
+                own = {name: state[part] for name, state in states.items()}
+                apply(rule, master[part], gradients[part], own, step, out[part])
         return master, out, *states.values()
 
     assert all(map(torch.equal, run(PIECE, [0, size]), run(2 * ALIGNMENT, [0, 64, 640, size])))
@@ -149,23 +129,15 @@ def test_a_step_equals_the_formula_in_float64(implementation, grad, exp_avg, exp
     master, states = start(size, exp_avg, exp_avg_sq)
     for step in range(5):
         g = gradient(size, step, grad)
-        scaled, w, m, v = (
-            g.double() * COEFFICIENT,
-            master.double(),
-            states["exp_avg"].double(),
-            states["exp_avg_sq"].double(),
-        )
+        scaled, w = g.double() * COEFFICIENT, master.double()
+        m, v = (state.double() for state in states.values())
         magnitude = beta1 * m.abs() + (1 - beta1) * scaled.abs()
         m, v = beta1 * m + (1 - beta1) * scaled, beta2 * v + (1 - beta2) * scaled**2
         denominator = (v / (1 - beta2 ** (step + 1))).sqrt() + eps
         expected = w * (1 - LR * DECAY) - LR * m / (1 - beta1 ** (step + 1)) / denominator
         apply(rule, master, g, states, step)
-        assert (
-            (states["exp_avg"] - m)
-            .abs()
-            .le(half[exp_avg] * m.abs() + (1 + half[exp_avg]) * 7 * u * magnitude)
-            .all()
-        )
+        bound = half[exp_avg] * m.abs() + (1 + half[exp_avg]) * 7 * u * magnitude
+        assert (states["exp_avg"] - m).abs().le(bound).all()
         assert (states["exp_avg_sq"] - v).abs().le((half[exp_avg_sq] + 11 * u) * v).all()
         bound = u * (4 * w.abs() + 24 * LR * magnitude / (1 - beta1 ** (step + 1)) / denominator)
         assert (master - expected).abs().le(bound).all()
@@ -179,32 +151,25 @@ def test_found_inf_changes_nothing_and_still_writes_the_rounded_weights(
     poison, exp_avg, exp_avg_sq
 ):
     rule, size = rule_of("torch-fused", exp_avg, exp_avg_sq), 200
-    assert (
-        rule.implementation.skips_on_device and not rule_of("torch").implementation.skips_on_device
-    )
+    assert rule.implementation.skips_on_device
+    assert not rule_of("torch").implementation.skips_on_device
     master, states = start(size, exp_avg, exp_avg_sq)
     before, out = [x.clone() for x in (master, *states.values())], torch.zeros(size, dtype=BF16)
     grad = gradient(size, 0)
     grad[70] = poison
     apply(rule, master, grad, states, 0, out, found_inf=1.0, coefficient=math.nan)
-    assert all(map(torch.equal, before, (master, *states.values()))) and torch.equal(
-        out, master.to(BF16)
-    )
+    assert all(map(torch.equal, before, (master, *states.values())))
+    assert torch.equal(out, master.to(BF16))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_sgd_takes_narrow_gradients_and_writes_rounded_weights(dtype, monkeypatch):
     monkeypatch.setattr(update, "PIECE", 128)
     size, rule = 1000, rule_of(optimizer="sgd", sgd_momentum=0.8)
-    master, momentum, out = (
-        uniform(size, -1, 1, 1),
-        uniform(size, -1, 1, 2),
-        torch.empty(size, dtype=BF16),
-    )
-    assert (
-        rule.state_names == ("momentum_buffer",)
-        and rule.state_dtype("momentum_buffer", FP32) == FP32
-    )
+    master, momentum = uniform(size, -1, 1, 1), uniform(size, -1, 1, 2)
+    out = torch.empty(size, dtype=BF16)
+    assert rule.state_names == ("momentum_buffer",)
+    assert rule.state_dtype("momentum_buffer", FP32) == FP32
     for step in range(3):
         grad = gradient(size, step, dtype)
         change = 0.8 * momentum.double() + COEFFICIENT * grad.double() + DECAY * master.double()
