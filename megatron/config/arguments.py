@@ -25,9 +25,7 @@ from megatron.config.validate import cross_field_faults
 
 @dataclass(frozen=True)
 class Parsed:
-    """The content of a command line: settings, notes for the banner, and what to do instead of
-    training.
-    """
+    """Settings of a command line, notes, and what to do instead of training."""
 
     config: GivenConfig
     notes: list[str]
@@ -37,12 +35,11 @@ class Parsed:
 
 
 def dump_config(config: Config) -> str:
-    """The text that --print-config prints and --config reads back."""
     return json.dumps(config.to_dict(), indent=2)
 
 
 def _rule_faults(config: Config, unsure: set[str]) -> list[str]:
-    """Faults of the rules between fields, but those about the flags `unsure`."""
+    """Faults of the rules between fields, except those about the flags `unsure`."""
     distributed = config.distributed
     tensor = max(1, distributed.tensor_model_parallel_size)
     pipeline = max(1, distributed.pipeline_model_parallel_size)

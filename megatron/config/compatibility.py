@@ -31,7 +31,7 @@ GUIDE = "docs/launching.md#settings-of-other-programs"
 
 @dataclass(frozen=True, eq=False)
 class CompatibilityRow:
-    """The flags that share an answer: a row of the data file."""
+    """A row of the data file: the flags that share an answer."""
 
     verdict: str
     flags: tuple[str, ...]
@@ -88,13 +88,11 @@ class CompatibilityRow:
 
 @functools.cache
 def data() -> dict[str, Any]:
-    """The data file."""
     return tomllib.loads(Path(__file__).with_name("compatibility.toml").read_text("utf-8"))
 
 
 @functools.cache
 def table() -> tuple[CompatibilityRow, ...]:
-    """Every row, in the order of TABLES."""
     equal = [{"flags": flags, "text": text} for flags, text in data()["equals"].items()]
     rows = data() | {"equals": equal}
     return tuple(_row(verdict, **entry) for verdict in TABLES for entry in rows[verdict])
@@ -112,7 +110,6 @@ def _row(verdict: str, flags: str, values: str = "", **rest: Any) -> Compatibili
 
 @functools.cache
 def recorded_names() -> tuple[str, ...]:
-    """Every flag that another program has, as it is written there."""
     return tuple(name for text in data()["names"].values() for name in text.split())
 
 
@@ -140,7 +137,6 @@ def by_value(section: str) -> dict[tuple[str, str], str]:
 
 
 def check_program(content: dict[str, Any]) -> None:
-    """Raises UserError for a settings file of another training program."""
     keys = {key.replace("-", "_") for key in content}
     for program, signs in data()["programs"].items():
         if any(keys.issuperset(sign.split()) for sign in signs):
@@ -195,7 +191,6 @@ def translate_value(flag: str, words: Words) -> tuple[Words, str]:
 
 
 def _unknown(reading: Reading, flag: str) -> str:
-    """What to do about a flag that no program has."""
     word = key(flag)
     for names, advice in data()["follows"].items():  # short names of what follows from others
         if word in names.split():

@@ -58,25 +58,22 @@ def _parse(raw: bytes) -> Any:
 
 
 def _read_groups(reading: Reading, content: dict[str, Any]) -> None:
-    """Take in a file with our groups."""
     for group, fields in content.items():
         if group not in GROUPS or not isinstance(fields, dict):
-            reading.faults.append(
-                f"{_short(group)} is not a group of settings; the groups are {', '.join(GROUPS)}"
-            )
+            groups = f"the groups are {', '.join(GROUPS)}"
+            reading.faults.append(f"{_short(group)} is not a group of settings; {groups}")
             continue
         names = [name for name, option in FIELDS.items() if option.group == group]
         for field, value in fields.items():
-            if field not in names:
+            if field in names:
+                with collected(reading.faults, f"{group}.{field} = {_short(value)}"):
+                    reading.take(field, FIELDS[field].load(value))
+            else:
                 meant = did_you_mean(str(field), names)
                 reading.faults.append(f"{group} has no setting {_short(field)}{meant}")
-                continue
-            with collected(reading.faults, f"{group}.{field} = {_short(value)}"):
-                reading.take(field, FIELDS[field].load(value))
 
 
 def _short(value: Any) -> str:
-    """A value of the file in a message."""
     return shortened(repr(value), 60)
 
 
@@ -85,16 +82,17 @@ def _read_flat(reading: Reading, content: dict[str, Any]) -> None:
     switches of another program that are false, are not given.
     """
     for name, value in content.items():
-        flag = "--" + name.lstrip("-").replace("_", "-")
-        option, on = options_by_flag().get(key(flag), (None, True))
+        flag = key("--" + name.lstrip("-"))
+        option, on = options_by_flag().get(flag, (None, True))
         if name in SECTIONS and isinstance(value, dict):
             _read_flat(reading, value)
         elif value is False and option is not None:
             if option.kind is bool:
                 reading.read(option.off[0] if on else option.names[0], [])
+        elif value is False and flag in compatibility.rows():
+            continue
         elif isinstance(value, bool):
-            if value or key(flag) not in compatibility.rows():
-                reading.read(flag, [])
+            reading.read(flag, [])
         elif value is not None:
             values = value if isinstance(value, list) else [value]
             reading.read(flag, [word for item in values for word in _words(item)])

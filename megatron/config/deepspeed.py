@@ -106,9 +106,7 @@ class DeepSpeedFile:
         return enabled is not False
 
     def _compare(self, key: str, value: Any) -> str:
-        """The note on a key that a field of ours is about; an empty string for another key. Raises
-        UserError.
-        """
+        """The note on a key that a field of ours is about, or an empty string. Raises UserError."""
         if key in WIRE and value is not False:
             return self._wire(key, value)
         if key == BETAS:
@@ -135,21 +133,21 @@ class DeepSpeedFile:
         return self._settle(field, theirs)
 
     def _settle(self, name: str, theirs: Any) -> str:
-        """The note on a value of our field, which equals ours or is taken. Raises UserError for one
-        that contradicts a flag.
-        """
-        flag, ours, bound = flag_name(name), self.reading.value(name), FIELDS[name].bound
+        """The note on a value of our field. Raises UserError for one that contradicts a flag."""
+        flag, option = flag_name(name), FIELDS[name]
         with about(flag):
-            value = None if theirs is None else FIELDS[name].load(theirs)
+            value = None if theirs is None else option.load(theirs)
+        ours = self.reading.value(name)
         is_off = value is None or value is False
         if value == ours:
-            return f"equals {'no ' * is_off}{flag}"
-        if bound is not None and value is not None and not bound.holds(value):
-            raise UserError(f"{flag} must be {bound.text}")
+            return f"equals no {flag}" if is_off else f"equals {flag}"
+        if value is not None and option.bound is not None and not option.bound.holds(value):
+            raise UserError(f"{flag} must be {option.bound.text}")
         if name in self.reading.chosen:
             fix = "remove the flag" if is_off else f"give {spelled(name, value)}"
             raise UserError(f"contradicts {spelled(name, ours)}; {fix} or change the file")
-        if name in PRECISIONS and (rivals := PRECISIONS & self.reading.chosen):
+        rivals = sorted(self.reading.chosen & PRECISIONS)
+        if name in PRECISIONS and rivals:
             raise UserError(f"contradicts {' '.join(map(flag_name, rivals))}")
         self.reading.put(name, value)
         return f"taken, as no flag sets it: {spelled(name, value)}"
@@ -166,9 +164,7 @@ class DeepSpeedFile:
         return self._settle("grad_reduce_in_bf16", dtype == "bf16")
 
     def _offload(self, device: str) -> str:
-        """Where the optimizer's state is: in files under a path, which is read before, in host
-        memory, or with the weights.
-        """
+        """nvme_path is read before."""
         in_files, flag = self.reading.value("optimizer_nvme_offload"), "--optimizer-nvme-offload"
         if in_files is None and device == "nvme":
             raise UserError(f"give {flag} DIR")
@@ -190,9 +186,7 @@ class DeepSpeedFile:
         return f"{note}: {micro} x {steps} on {max(1, ranks)} data-parallel rank(s)"
 
     def _schedule(self, key: str, value: Any) -> str:
-        """The note on the kind of a learning-rate schedule, or a parameter of it, which is compared
-        in the run's units.
-        """
+        """The note on a key of a learning-rate schedule, compared in the run's units."""
         field, get = field_of(key), self.reading.value
         style = answers("schedules").get(str(self.keys.get("scheduler.type")))
         if key == "scheduler.type":
@@ -259,7 +253,6 @@ def _keys(content: dict, faults: list[str], section: str = "") -> Iterator[tuple
 
 
 def _has_value(key: str) -> bool:
-    """Whether a key is no section."""
     is_ours = field_of(key) is not None or key in (BETAS, STEPS, *WIRE)
     return is_ours or key in answers("refused")
 
@@ -278,7 +271,6 @@ def _section(key: str, table: str) -> str:
 
 
 def _check_refused(key: str, value: Any) -> None:
-    """Raises UserError for a value that the table refuses."""
     row = answers("refused").get(key)
     if row is None or ("accepted" not in row and not value):
         return

@@ -52,14 +52,12 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 
 
 def replica_count(config: Config, world_size: int) -> int:
-    """How many times `world_size` ranks hold the model: data- x context-parallel size."""
+    """Data- x context-parallel size."""
     return data_parallel_size(config, world_size) * config.distributed.context_parallel_size
 
 
 def attention_ranks(distributed: DistributedConfig) -> tuple[int, int]:
-    """Of the context-parallel ranks: how many exchange heads for positions in attention, and how
-    many keys and values go round.
-    """
+    """Context-parallel ranks that exchange heads, and those that pass keys and values in a ring."""
     size = distributed.context_parallel_size
     if distributed.cp_comm_type == "a2a+p2p":
         heads, ring = distributed.hierarchical_context_parallel_sizes or (1, size)
@@ -75,7 +73,6 @@ class ExpertRanks(NamedTuple):
 
 
 def expert_ranks(config: Config) -> ExpertRanks:
-    """Those that the flags ask for; one each where no layer has experts."""
     if config.model.num_experts is None:
         return ExpertRanks()
     distributed = config.distributed
@@ -145,7 +142,6 @@ class RunView:
 
     @property
     def config(self) -> Config:
-        """The configuration, with the values that were filled in."""
         for group, values in self._derived.items():
             self._config = self._config.with_fields(group, **values)
         self._derived.clear()
@@ -451,5 +447,4 @@ def derived(
 def derive(
     config: Config, world: int, vocabulary: int | None, derivations: Derivations = DERIVED
 ) -> Config:
-    """The configuration with every derived value filled in."""
     return derived(config, world, vocabulary, derivations).config

@@ -51,7 +51,6 @@ def wide_linears(model: ModelConfig, precision: PrecisionConfig) -> tuple[Linear
 
 
 def layer_in_fp8(precision: PrecisionConfig, index: int, layers: int) -> bool:
-    """Whether transformer layer `index` of `layers` computes with 8-bit floats."""
     if precision.fp8_format is None:
         return False
     if not precision.first_last_layers_bf16:

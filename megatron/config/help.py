@@ -86,9 +86,9 @@ def help_text(argv: list[str]) -> str:
 
 def _groups(name: str) -> str:
     """The flags of a group, of `all`, or without a name the groups."""
-    flags = {
-        each: [option for option in FIELDS.values() if option.group == each] for each in GROUPS
-    }
+    flags: dict[str, list[Option]] = {group: [] for group in GROUPS}
+    for option in FIELDS.values():
+        flags[option.group].append(option)
     if name == "all":
         return _listing(flags, commands=True)
     if name in flags:
@@ -112,23 +112,30 @@ def explained(error: UserError) -> str:
 
 
 def _listing(groups: dict[str, list[Option]], *, commands: bool = False) -> str:
-    """The help of some flags."""
     lines = ["usage: pretrain_gpt.py --flag value ..."]
     if commands:
         lines += ["", "command:"]
         for name, text in {**HELP, **COMMANDS}.items():
-            takes_value = name in HELP or key(name) in TAKES_FILE
-            lines += _entry((name,), METAVARS.get(name, "FILE") if takes_value else "", text)
+            metavar = METAVARS.get(name, "FILE" if key(name) in TAKES_FILE else "")
+            lines += _entry((name,), metavar, text)
     for title, chosen in groups.items():
         lines += ["", f"{title}:"]
         for option in chosen:
-            value = "" if option.kind is bool else option.kind.__name__.upper()
-            if option.choices:
-                value = "{" + ",".join(map(str, option.choices)) + "}"
-            default = "" if option.default is None else f" (default: {option.default})"
-            value += " ..." * option.many
-            lines += _entry(option.spellings, value, option.help + default)
+            lines += _entry(option.spellings, _metavar(option), _description(option))
     return "\n".join(lines) + "\n"
+
+
+def _metavar(option: Option) -> str:
+    value = "" if option.kind is bool else option.kind.__name__.upper()
+    if option.choices:
+        value = "{" + ",".join(map(str, option.choices)) + "}"
+    return value + " ..." if option.many else value
+
+
+def _description(option: Option) -> str:
+    if option.default is None:
+        return option.help
+    return f"{option.help} (default: {option.default})"
 
 
 def _entry(names: tuple[str, ...], value: str, text: str) -> list[str]:

@@ -50,7 +50,7 @@ AMBIGUOUS = "is a number that versions of YAML read differently; write it"
 
 
 class InputError(UserError):
-    """A file that was given cannot be used: the text is the reason."""
+    """A file cannot be used: the text is the reason."""
 
 
 class NotJson(InputError):
@@ -101,9 +101,6 @@ def decode(raw: bytes) -> str:
 
 
 def read_json(path: str | Path, kind: type = dict, most: int = JSON_LIMIT) -> Any:
-    """The value of type `kind` in a JSON file. Raises InputError as read_bytes and parse_json
-    do.
-    """
     return parse_json(read_bytes(path, most), kind)
 
 
@@ -164,7 +161,6 @@ def parse_yaml(text: str) -> Any:
 
 
 def _yaml_value(node: Any, seen: set[int]) -> Any:
-    """What a node of the text means. Raises InputError."""
     kind, text = node.tag.removeprefix(TAG), node.value
     fault = ""
     if id(node) in seen:
@@ -190,7 +186,6 @@ def _yaml_value(node: Any, seen: set[int]) -> Any:
 
 
 def _yaml_map(pairs: list[tuple[Any, Any]], seen: set[int]) -> dict[str, Any]:
-    """The map of pairs of nodes. Raises InputError with the line of a key."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         name, where = _yaml_value(key, seen), f"line {key.start_mark.line + 1}"
@@ -213,9 +208,7 @@ def expect(value: Any, kind: type) -> None:
 
 
 def check_tree(value: Any, depth: int = 0) -> None:
-    """Raises InputError for lists and dictionaries nested too deep, and strings that UTF-8 cannot
-    hold.
-    """
+    """Refuses lists and dictionaries nested too deep, and text that UTF-8 cannot hold."""
     if depth == DEEPEST:
         raise InputError(f"not usable: nested deeper than {DEEPEST} levels")
     if isinstance(value, str) and not is_text(value):
@@ -229,9 +222,7 @@ def check_tree(value: Any, depth: int = 0) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can hold it: a lone surrogate, as JSON can write one, cannot be stored or
-    printed.
-    """
+    """False for a lone surrogate, as JSON can write one: it cannot be stored or printed."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -33,7 +33,6 @@ class LayerRecord(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def layer_records(model: ModelConfig) -> tuple[LayerRecord, ...]:
-    """The record of each layer. Of a resolved configuration."""
     windowed, rotary = windowed_layers(model), rotary_layers(model)
     return tuple(
         LayerRecord(
@@ -67,7 +66,6 @@ def windows_of(model: ModelConfig) -> tuple[int | None, ...]:
 
 
 def window_index(model: ModelConfig, record: LayerRecord) -> int:
-    """Which of these a layer has."""
     return windows_of(model).index(record.window)
 
 

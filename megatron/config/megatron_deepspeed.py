@@ -109,14 +109,13 @@ FUNCTIONS: dict[str, Callable[[Reading, Words], None]] = {
 
 @dataclass
 class Together:
-    """Such flags, each with the words after it, and the settings that they act with."""
+    """Such flags, each with its words, and the settings that they act with."""
 
     given: dict[str, Words]
     reading: Reading
 
     @property
     def has_experts(self) -> bool:
-        """Whether the flags ask for a mixture of experts."""
         return (self.reading.value("num_experts") or 1) > 1
 
     def _fault(self, text: str) -> None:
@@ -163,9 +162,7 @@ class Together:
             self.reading.take(iters, FIELDS[iters].default)
 
     def _in_samples(self, flags: str, tokens: dict[str, int]) -> dict[str, int | None]:
-        """The lengths in iterations that are given, in samples. Batches of several sizes have none
-        to do it with.
-        """
+        """Given lengths in iterations, in samples; a fault without a single batch size."""
         value = self.reading.value
         varies = value("rampup_batch_size") or value("step_batch_size_schedule")
         batch = None if varies else value("global_batch_size")
@@ -214,9 +211,7 @@ class Together:
         self._take_unchosen(values)
 
     def _capacity(self, topk: int) -> float:
-        """The tokens that an expert takes. Evaluation has the same capacity as training here, and
-        none has a least one: both must not matter.
-        """
+        """The tokens of an expert; evaluation's capacity and a least one must not matter."""
         value = self.reading.value
         factor = self._number("--moe-train-capacity-factor", 1.0)
         at_evaluation = self._number("--moe-eval-capacity-factor", 1.0)

@@ -110,7 +110,6 @@ def flag(
 
 
 def can_act(declared: Mapping[str, Any], run: RunView) -> bool:
-    """Whether a field with these declarations has an effect in a run."""
     return all(map(run.holds, (*declared["needs"], *declared["idle_without"])))
 
 

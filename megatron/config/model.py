@@ -253,7 +253,6 @@ class ModelConfig:
 
     @property
     def is_rotary(self) -> bool:
-        """Whether positions rotate queries and keys."""
         return self.position_embedding_type in ("rope", "yarn")
 
     @property
@@ -287,12 +286,10 @@ class ModelConfig:
 
     @property
     def value_channels(self) -> int:
-        """Channels of a head's values."""
         return self.v_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
     def softmax_scale(self) -> float:
-        """Of the attention scores."""
         scale = self.kv_channels**-0.5
         if self.multi_latent_attention and self.position_embedding_type == "yarn":
             scale *= yarn_scale(self.rope_factor, self.mscale_all_dim) ** 2

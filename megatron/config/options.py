@@ -29,9 +29,7 @@ Words = list[str]  # that follow a flag
 
 
 def key(flag: str) -> str:
-    """The spelling by which a flag is looked up: underscores and hyphens are the same, as
-    DeepSpeed's flags mix them.
-    """
+    """The spelling that a flag is looked up by: DeepSpeed's flags mix underscores and hyphens."""
     return flag[:2] + flag[2:].replace("_", "-")
 
 
@@ -42,9 +40,7 @@ def shown(flag: str, words: Words) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """One field as a flag: `names` set it (the first is its spelling in messages), `off` set a
-    boolean to False.
-    """
+    """One field as a flag: `names` set it (messages have the first), `off` set a boolean False."""
 
     group: str
     field: str
@@ -67,7 +63,6 @@ class Option:
 
     @property
     def help(self) -> str:
-        """The text under the field."""
         return _helps()[self.field]
 
     def convert(self, text: str) -> Any:
@@ -104,9 +99,7 @@ class Option:
         return int(number)
 
     def parse(self, words: Words) -> Any:
-        """The value of a flag followed by `words`; raises UserError with what is wrong and the
-        fix.
-        """
+        """The value of a flag followed by `words`. Raises UserError."""
         if self.kind is bool and not words:
             return True
         if not words or any(word == "" for word in words):
@@ -150,9 +143,7 @@ def _helps() -> dict[str, str]:
 
 
 def _option(group: str, field: dataclasses.Field, annotation: Any) -> Option:
-    """One option from a field's type: bool, int, float, str, Literal, tuple[X, ...], and each of
-    them or None.
-    """
+    """A type is bool, int, float, str, Literal, tuple[X, ...], or one of them or None."""
     optional = type(None) in typing.get_args(annotation)
     inner = typing.get_args(annotation)[0] if optional else annotation
     many = typing.get_origin(inner) is tuple
@@ -189,9 +180,7 @@ FIELDS = {  # in the order of groups.py
 
 @functools.cache
 def options_by_flag() -> dict[str, tuple[Option, bool]]:
-    """Option and the boolean it sets (True but for off spellings) for each spelling, with
-    hyphens.
-    """
+    """Option, and whether it is switched on, for each spelling with hyphens."""
     table: dict[str, tuple[Option, bool]] = {}
     for option in FIELDS.values():
         for name in option.spellings:

@@ -17,9 +17,7 @@ Occurrence = tuple[str, Words]
 
 
 def split_words(argv: list[str]) -> tuple[list[Occurrence], list[str]]:
-    """Cut a command line into (flag, its words); returns them and the faults (words before any
-    flag, one-dash flags).
-    """
+    """(flag, its words) of a command line, and faults: words before any flag, one-dash flags."""
     occurrences: list[Occurrence] = []
     faults = []
     for word in argv:
@@ -63,15 +61,14 @@ class Reading:
     unsure: set[str] = field(default_factory=set)
 
     def value(self, name: str) -> Any:
-        """The value of a field so far."""
         return getattr(getattr(self.config, FIELDS[name].group), name)
 
     def put(self, name: str, value: Any) -> None:
-        """Give a field a value that is not chosen by a flag of ours."""
+        """Set a field that no flag of ours chooses."""
         self.config = self.config.with_fields(FIELDS[name].group, **{name: value})
 
     def take(self, name: str, value: Any) -> None:
-        """Give a field a value that is chosen."""
+        """Set a field that is chosen."""
         self.put(name, value)
         self.chosen.add(name)
 

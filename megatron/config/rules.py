@@ -269,7 +269,6 @@ COMPARISONS = {">": (operator.gt, "greater than"), ">=": (operator.ge, "at least
 
 
 def nearest_divisor(number: int, size: int, least: int = 1) -> int:
-    """The divisor of a number, of at least `least`, that is nearest to `size`."""
     sizes = (*range(least, min(number, 4096) + 1), size, number)
     fitting = (other for other in sizes if other >= least and number % other == 0)
     return min(fitting, key=lambda other: abs(other - size))
@@ -297,7 +296,6 @@ def field_of(condition: str) -> str:
 
 
 def ranges(run: RunView) -> Faults:
-    """Numbers outside the bounds that their fields declare."""
     for field, option in FIELDS.items():
         value = getattr(run, field)
         if option.bound is not None and value is not None and not option.bound.holds(value):
@@ -305,9 +303,7 @@ def ranges(run: RunView) -> Faults:
 
 
 def fields_without_effect(run: RunView) -> tuple[list[str], list[str]]:
-    """Faults of fields without what they need, and remarks on those that are idle, see
-    `metadata.flag`.
-    """
+    """Faults of fields without what they need, remarks on idle ones, see `metadata.flag`."""
     faults, remarks = [], []
     for field, option in FIELDS.items():
         conditions = option.idle_without + option.needs
@@ -327,7 +323,6 @@ def fields_without_effect(run: RunView) -> tuple[list[str], list[str]]:
 
 
 def tables(run: RunView) -> Faults:
-    """The faults that the tables state."""
     yield from fields_without_effect(run)[0]
     for conditions, text in FAULTS.items():
         if run.holds_all(conditions):
@@ -355,7 +350,6 @@ def _relation(run: RunView, field: str, relation: str, other: str) -> Faults:
 
 
 def remarks(run: RunView) -> Faults:
-    """What the tables remark on."""
     yield from fields_without_effect(run)[1]
     for conditions, text in REMARKS.items():
         if run.holds_all(conditions):

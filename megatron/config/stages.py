@@ -50,9 +50,7 @@ def _repeat(match: re.Match[str]) -> str:
 
 
 def frozen_units(config: Config) -> frozenset[str]:
-    """The units of --freeze, by the names of the model's; a tied head goes with the embedding.
-    Raises UserError with what is wrong and the fix.
-    """
+    """The units of --freeze; a tied head goes with the embedding. Raises UserError."""
     layers = config.model.num_layers
     tied = not config.model.untie_embeddings_and_output_weights
     found: set[str] = set()
@@ -84,9 +82,7 @@ def frozen_units(config: Config) -> frozenset[str]:
 
 
 def counted_layers(config: Config) -> int:
-    """Layers that an even split shares out: embedding and loss count as one where the flags specify
-    so.
-    """
+    """Layers that an even split shares out, with the embedding and the loss where they count."""
     distributed = config.distributed
     return (
         config.model.num_layers
@@ -96,9 +92,7 @@ def counted_layers(config: Config) -> int:
 
 
 def virtual_stages(config: Config) -> int | None:
-    """Stages that each of several pipeline ranks holds, by whichever flag specifies it; None where
-    flags do not fit each other.
-    """
+    """Stages of each of several pipeline ranks, by whichever flag; None where flags contradict."""
     distributed = config.distributed
     ranks = distributed.pipeline_model_parallel_size
     layout = distributed.pipeline_model_parallel_layout
@@ -123,7 +117,6 @@ def _quotient(value: int, divisor: int) -> int | None:
 
 
 def placement_of(config: Config) -> tuple[int, ...]:
-    """Stage -> pipeline rank, of a resolved configuration."""
     distributed = config.distributed
     return place(
         distributed.pipeline_schedule,
@@ -133,7 +126,6 @@ def placement_of(config: Config) -> tuple[int, ...]:
 
 
 def stage_count(config: Config) -> int:
-    """Stages on all pipeline ranks."""
     distributed = config.distributed
     virtual = distributed.num_virtual_stages_per_pipeline_rank or 1
     return distributed.pipeline_model_parallel_size * virtual

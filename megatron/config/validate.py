@@ -31,9 +31,7 @@ from megatron.config.validate_model import MODEL_RULES
 
 @dataclass(frozen=True)
 class Resolved:
-    """A complete configuration and one note for each value that was filled in or deserves a
-    word.
-    """
+    """A complete configuration, with notes on derived values and remarks."""
 
     config: Config
     notes: list[str]
@@ -99,7 +97,6 @@ def _dataset_files(run: RunView, field: str) -> Faults:
 
 
 def absent_tokenizer(flag: str, path: str) -> str:
-    """What to do about a file that does not exist, or may be a name on the Hugging Face Hub."""
     absent = "no such file or folder; tokenizers are read from local files"
     if flag != "--tokenizer-model" or path.endswith((".json", ".model", ".tiktoken", ".txt")):
         return absent
@@ -205,9 +202,7 @@ FOLDERS = (
 
 
 def _cannot_be_made(folder: Path) -> str:
-    """Why a folder cannot be made and written into, with the fix, as far as its parents show; an
-    empty string when nothing is known.
-    """
+    """Why a folder cannot be made and written into, with the fix, or an empty string."""
     folder = folder.absolute()
     there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if not os.path.exists(there):
@@ -282,7 +277,6 @@ def _remarks(run: RunView) -> Faults:
 
 
 def _faults(run: RunView) -> list[str]:
-    """Each once, a UserError of a rule among them; `run` has its derived values."""
     faults: list[str] = []
     for rule in RULES:
         try:
@@ -293,9 +287,7 @@ def _faults(run: RunView) -> list[str]:
 
 
 def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) -> list[str]:
-    """Every fault of a configuration, after derived values are filled in; an empty list means that
-    it can run.
-    """
+    """Every fault of a configuration with its derived values."""
     return _faults(derived(config, world_size, vocab_size))
 
 

@@ -16,14 +16,11 @@ from megatron.config.stages import AUTO, layers_of_stages, stage_count
 
 
 def _shares(size: int, groups: int) -> bool:
-    """Whether `size` ranks hold equal numbers of key/value heads, or equal numbers of ranks hold
-    each head.
-    """
+    """Whether ranks hold equal numbers of key/value heads, or heads equal numbers of ranks."""
     return groups % size == 0 or size % groups == 0
 
 
 def tensor_parallel(run: RunView) -> Faults:
-    """Sizes that divide the ranks, and the heads."""
     if min(run.tp, run.cp, run.pp, run.world) <= 0:
         return
     if not run.dp:
@@ -83,7 +80,6 @@ def context_parallel(run: RunView) -> Faults:
 
 
 def zero_groups(run: RunView) -> Faults:
-    """Groups of hybrid sharding must be of equal size."""
     if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp:
         ranks = f"the {run.replicas} data- x context-parallel rank(s)"
         yield from divisor(run, "zero_shard_size", run.replicas, ranks, 2)
@@ -144,7 +140,6 @@ def pipeline_schedule(run: RunView) -> Faults:
 
 
 def bubble(run: RunView) -> Faults:
-    """A remark on fewer micro-batches than pipeline ranks."""
     count = run.micro_batches
     if run.pp > 1 and count is not None and count < run.pp:
         idle = (run.pp - 1) / (count + run.pp - 1)

@@ -17,7 +17,6 @@ from megatron.config.rules import Faults, Rule, divisor
 
 
 def rotary_channels(run: RunView) -> Faults:
-    """Channels rotate in pairs."""
     if run.holds(ROTARY) and not run.multi_latent_attention:
         if run.has("kv_channels", "rotary_percent"):
             channels = int(run.kv_channels * run.rotary_percent)
@@ -58,7 +57,6 @@ def patterns(run: RunView) -> Faults:
 
 
 def experts(run: RunView) -> Faults:
-    """Ranks and groups that experts are shared out to, and their losses."""
     if not run.has("num_experts"):
         return
     stage, (etp, ep) = run.tp * run.cp * run.dp, expert_ranks(run.config)
@@ -100,7 +98,6 @@ PARTS = (
 
 
 def recompute(run: RunView) -> Faults:
-    """Words of recomputation, and inputs that tensor-parallel ranks can share."""
     for field in ("recompute_modules", "recompute_layers"):
         given = re.split(r"[+* ]", " ".join(getattr(run, field) or ()))
         for word, owner, other in PARTS:
@@ -118,7 +115,6 @@ def recompute(run: RunView) -> Faults:
 
 
 def recompute_layers(run: RunView) -> Faults:
-    """--recompute-layers is about each layer."""
     if run.recompute_layers is not None:
         with about("--recompute-layers"):
             count = len(layer_words(run.recompute_layers))
@@ -150,7 +146,6 @@ _FP8_SIZES = (
 
 
 def fp8(run: RunView) -> Faults:
-    """Sizes of a run with FP8 GEMMs."""
     if run.fp8_format is None or not run.has(*_FP8_SIZES):
         return
     model, precision = run.config.model, run.config.precision
