@@ -11,7 +11,6 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from megatron.config.derive import GATED_WIDTH, RunView, condition_text
 from megatron.config.errors import nearest
@@ -24,109 +23,76 @@ Faults = Iterable[str]
 Rule = Callable[[RunView], Faults]
 
 
-class Exclusion(NamedTuple):
-    """Settings that cannot be given together, any of the first with any of the others, and why."""
-
-    ones: str  # with spaces between them
-    others: str
-    why: str = ""  # after a comma or as a sentence's rest
-    fix: str = "remove one of them"
-
-
 COMPILED = ", which fixes what a compiled layer keeps"
-TO_1F1B = "set --pipeline-schedule 1f1b or interleaved"
-ONE_KIND = "keep one kind of data"
+ONE_KIND = "; keep one kind of data"
 BY_SPLIT = "train_data_path valid_data_path test_data_path"
 LIMITED = "attention_backend=gluon,fa4,sdpa"
+UNPAIRED = ",".join(SCHEDULES.keys() - IN_PAIRS)
 
-EXCLUSIONS = (
+# Settings that cannot be given together, any before the slash with any after it. The text
+# follows "is not supported with ..."; without one: remove one of them.
+EXCLUSIONS = {
     # two ways to specify the same thing
-    Exclusion("bf16", "fp16 fp64"),
-    Exclusion("fp16", "fp64"),
-    Exclusion("train_iters", "train_samples"),
-    Exclusion("step_batch_size_schedule", "rampup_batch_size"),
-    Exclusion("lr_warmup_fraction", "lr_warmup_iters lr_warmup_samples"),
-    Exclusion("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
-    Exclusion("recompute_layers recompute", "recompute_granularity"),
-    Exclusion("data_path", "mock_data", fix=ONE_KIND),
-    Exclusion("data_path mock_data", BY_SPLIT, fix=ONE_KIND),
+    "bf16 / fp16 fp64": "",
+    "fp16 / fp64": "",
+    "train_iters / train_samples": "",
+    "step_batch_size_schedule / rampup_batch_size": "",
+    "lr_warmup_fraction / lr_warmup_iters lr_warmup_samples": "",
+    "override_opt_param_scheduler / use_checkpoint_opt_param_scheduler": "",
+    "recompute_layers recompute / recompute_granularity": "",
+    "data_path / mock_data": ONE_KIND,
+    f"data_path mock_data / {BY_SPLIT}": ONE_KIND,
     # what cannot act together
-    Exclusion("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
-    Exclusion(
-        LIMITED, "attention_dropout>0", fix="set --attention-dropout 0 or remove the backend"
-    ),
-    Exclusion(LIMITED, "attn_logit_softcapping"),
-    Exclusion(
-        "grad_reduce_in_bf16 exp_avg_dtype exp_avg_sq_dtype adam_implementation=triton", "fp64"
-    ),
-    Exclusion("exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload", "adam_implementation=apex"),
+    "use_rope_scaling / rotary_seq_len_interpolation_factor": "",
+    f"{LIMITED} / attention_dropout>0": "; set --attention-dropout 0 or remove the backend",
+    f"{LIMITED} / attn_logit_softcapping": "",
+    "grad_reduce_in_bf16 exp_avg_dtype exp_avg_sq_dtype adam_implementation=triton / fp64": "",
+    "exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload / adam_implementation=apex": "",
     # what torch.compile has compiled cannot be recomputed or moved in parts
-    Exclusion(
-        "recompute recompute_layers recompute_granularity=selective",
-        "torch_compile",
-        COMPILED,
-        "remove one of them, or set --recompute-granularity full",
+    "recompute recompute_layers recompute_granularity=selective / torch_compile": (
+        f"{COMPILED}; remove one of them, or set --recompute-granularity full"
     ),
-    Exclusion("tiled_mlp", "torch_compile", COMPILED),
-    Exclusion(
-        "activation_offload",
-        "recompute",
-        ", which plans for what stays on the device",
-        "give what it chose as --recompute-layers, or remove one of them",
+    "tiled_mlp / torch_compile": COMPILED,
+    "activation_offload / recompute": (
+        ", which plans for what stays on the device; give what it chose as --recompute-layers, or "
+        "remove one of them"
     ),
-    Exclusion("torch_compile cuda_graphs", "context_parallel_size", ", which sends in a layer"),
-    Exclusion("cuda_graphs", "torch_compile recompute_granularity recompute recompute_layers"),
+    "torch_compile cuda_graphs / context_parallel_size": ", which sends in a layer",
+    "cuda_graphs / torch_compile recompute_granularity recompute recompute_layers": "",
     # what a captured pass saves stays where it was captured; a small model needs no tensor
     # parallelism, and nothing has shown collectives in a graph
-    Exclusion("cuda_graphs", "activation_offload tiled_mlp tensor_model_parallel_size"),
-    Exclusion("cuda_graphs", "pipeline_schedule=zero-bubble,zero-bubble-v", fix=TO_1F1B),
-    Exclusion(
-        "num_experts",
-        "add_bias_linear=True",
-        fix="set --disable-bias-linear (--add-qkv-bias keeps the bias of attention)",
+    "cuda_graphs / activation_offload tiled_mlp tensor_model_parallel_size": "",
+    "cuda_graphs / pipeline_schedule=zero-bubble,zero-bubble-v": (
+        "; set --pipeline-schedule 1f1b or interleaved"
     ),
-    Exclusion("num_experts", "torch_compile cuda_graphs fp8_format tiled_mlp"),
-    Exclusion("async_save_host_memory", "local_checkpoint_dir", ", whose files are copied instead"),
-    Exclusion("distribute_saved_activations", "sequence_parallel", ", which shards them already"),
-    Exclusion(
-        "overlap_moe_expert_parallel_comm",
-        f"pipeline_schedule={','.join(SCHEDULES.keys() - IN_PAIRS)}",
-        ", which has no pairs of passes",
-        TO_1F1B,
+    "num_experts / add_bias_linear=True": (
+        "; set --disable-bias-linear (--add-qkv-bias keeps the bias of attention)"
     ),
-    Exclusion(
-        "overlap_moe_expert_parallel_comm",
-        "moe_token_dispatcher_type=allgather",
-        fix="set --moe-token-dispatcher-type alltoall",
+    "num_experts / torch_compile cuda_graphs fp8_format tiled_mlp": "",
+    "async_save_host_memory / local_checkpoint_dir": ", whose files are copied instead",
+    "distribute_saved_activations / sequence_parallel": ", which shards them already",
+    f"overlap_moe_expert_parallel_comm / pipeline_schedule={UNPAIRED}": (
+        ", which has no pairs of passes; set --pipeline-schedule 1f1b or interleaved"
     ),
-    Exclusion(
-        "overlap_moe_expert_parallel_comm",
-        "activation_offload",
-        ", which copies during one pass at a time",
-        "recompute instead, or remove one of them",
+    "overlap_moe_expert_parallel_comm / moe_token_dispatcher_type=allgather": (
+        "; set --moe-token-dispatcher-type alltoall"
     ),
-    Exclusion(
-        "moe_router_enable_expert_bias",
-        "moe_router_score_function=softmax",
-        ", whose scores have no fixed range",
-        "set --moe-router-score-function sigmoid",
+    "overlap_moe_expert_parallel_comm / activation_offload": (
+        ", which copies during one pass at a time; recompute instead, or remove one of them"
     ),
-    Exclusion(
-        "moe_router_force_load_balancing",
-        "moe_expert_capacity_factor",
-        ", which drops nothing where all experts have the same number of tokens",
+    "moe_router_enable_expert_bias / moe_router_score_function=softmax": (
+        ", whose scores have no fixed range; set --moe-router-score-function sigmoid"
     ),
-    Exclusion(
-        "multi_latent_attention",
-        "position_embedding_type=learned_absolute",
-        fix="set --position-embedding-type rope",
+    "moe_router_force_load_balancing / moe_expert_capacity_factor": (
+        ", which drops nothing where all experts have the same number of tokens"
     ),
-    Exclusion(
-        "multi_latent_attention",
-        "group_query_attention add_qkv_bias rotary_percent no_rope_freq rotary_backend=triton "
-        "torch_compile fp8_format",
+    "multi_latent_attention / position_embedding_type=learned_absolute": (
+        "; set --position-embedding-type rope"
     ),
-)
+    "multi_latent_attention / group_query_attention add_qkv_bias rotary_percent no_rope_freq "
+    "rotary_backend=triton torch_compile fp8_format": "",
+}
+REMOVE = "; remove one of them"
 
 # What is wrong where conditions hold, which have spaces between them.
 FAULTS = {
@@ -327,10 +293,12 @@ def tables(run: RunView) -> Faults:
     for conditions, text in FAULTS.items():
         if run.holds_all(conditions):
             yield text
-    for ones, others, why, fix in EXCLUSIONS:
+    for settings, text in EXCLUSIONS.items():
+        ones, others = settings.split(" / ")
+        fix = text if ";" in text else text + REMOVE
         for one, other in itertools.product(ones.split(), others.split()):
             if run.holds(one) and run.holds(other):
-                yield f"@{field_of(one)}: is not supported with @{field_of(other)}{why}; {fix}"
+                yield f"@{field_of(one)}: is not supported with @{field_of(other)}{fix}"
     for line in RELATIONS.strip().splitlines():
         numbers, _, conditions = line.partition(" if ")
         if run.holds_all(conditions):

@@ -397,11 +397,11 @@ def test_each_exclusion_of_the_table_is_a_fault():
                 return changed
         raise AssertionError(rule)
 
-    for ones, others, why, _ in EXCLUSIONS:
-        for one, other in itertools.product(ones.split(), others.split()):
+    for settings, text in EXCLUSIONS.items():
+        for one, other in itertools.product(*map(str.split, settings.split(" / "))):
             run = RunView(counting(counting(configure(), one), other), 1, 101)
             shown = (f"@{field_of(each)}" for each in (one, other))
-            fault = f"{': is not supported with '.join(shown)}{why}; "
+            fault = f"{': is not supported with '.join(shown)}{text}"
             assert any(found.startswith(fault) for found in tables(run)), fault
 
 
