@@ -191,8 +191,9 @@ def uneven() -> Iterator[None]:
 
     def batch(self: Source, first: int, count: int) -> Batch:
         out = original(self, first, count)
-        valid = (out.sample_ids * 5 + 3) % (self.seq_length + 1)
-        out.loss_mask[torch.arange(self.seq_length) >= valid[:, None]] = 0
+        length = out.loss_mask.shape[1]
+        valid = (out.sample_ids * 5 + 3) % (length + 1)
+        out.loss_mask[torch.arange(length) >= valid[:, None]] = 0
         return out
 
     with mock.patch.object(Source, "batch", batch):
