@@ -496,12 +496,6 @@ class _FlashAttention(torch.autograd.Function):
         return None, *gradients
 
 
-def _attend(others: tuple[Any, ...], *qkv: Tensor) -> tuple[Tensor, Tensor]:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return torch.ops.megatron.flash_attention(list(qkv), *others)
-    return _FlashAttention.apply(others, *qkv)
-
-
 def flash_attention(
     *qkv: Tensor,
     scale: float,
@@ -544,7 +538,10 @@ def flash_attention(
         mask.q_positions is None and mask.document_starts is None
     ), "make the mask with attention_mask()"
     options = Options(scale, softcap, drop, key, first_head, deterministic, tile)
-    return _attend(_arguments(mask, options, sample_ids, backend), *qkv)
+    others = _arguments(mask, options, sample_ids, backend)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return torch.ops.megatron.flash_attention(list(qkv), *others)
+    return _FlashAttention.apply(others, *qkv)
 
 
 def flash_attention_backward(

@@ -97,21 +97,28 @@ rope_scaling_factor ignored | uneven-split-seed-llama3
         rotating =
 YaRN without its temperature | mixed-5
     return frequency, temperature => return frequency, 1.0
-= megatron/model/attention/attention.py attention_core
+= megatron/model/attention/attention.py fused_attention
 scores divided by d instead of its root | llama
-    return _sdpa(q, k, v, mask, scale) => return _sdpa(q, k, v, mask, scale**2)
+    scale=scale, => scale=scale**2,
 query heads spread over key heads the other way | llama-gqa-qknorm-window
-    return _sdpa(q, k, v, mask, scale) =>
+    q, k, v = (x.permute( =>
         order = torch.arange(q.shape[2]).view(-1, k.shape[2]).t().flatten()
-        return _sdpa(q[:, :, order], k, v, mask, scale)[:, :, order.argsort()]
-the cap of scores ignored | caps-zloss
-    softcap=softcap, first_head => softcap=None, first_head
-scores not divided by their cap | caps-zloss
-    *qkv, scale=scale, => *qkv, scale=scale * (softcap or 1.0),
+        q, k, v = (x.permute(
+    out = F.scaled_dot_product_attention( =>
+        q = q[:, order]
+        out = F.scaled_dot_product_attention(
+    return out.permute(2, 0, 1, 3) => return out[:, order.argsort()].permute(2, 0, 1, 3)
 queries see the key that follows | llama
-    return _sdpa( => late = torch.arange(len(q), dtype=torch.int32) + 1
+    q, k, v = (x.permute( => late = torch.arange(len(q), dtype=torch.int32) + 1
         import dataclasses; mask = dataclasses.replace(mask, q_positions=late)
-        return _sdpa(
+        q, k, v = (x.permute(
+= megatron/model/attention/attention.py CoreAttention._by_kernels
+the cap of scores ignored | caps-zloss
+    settings = self.settings => settings = self.settings | {"softcap": None}
+scores not divided by their cap | caps-zloss
+    settings = self.settings =>
+        scale = self.settings["scale"] * (self.settings["softcap"] or 1.0)
+        settings = self.settings | {"scale": scale}
 = megatron/model/attention/attention.py SelfAttention.project
 keys normed by the queries' weight | llama-gqa-qknorm-window
     self.q_norm(q), self.k_norm(k) => self.q_norm(q), self.q_norm(k)

@@ -393,6 +393,7 @@ llama: tp2 sp dp2 mapping, pp4 1f1b auto, pp2 gpipe dp2 zero3, pp2 interleaved v
 gqa2-qknorm: pp2 1f1b, dp2 zero1, dp2 serial zero3, dp2 zero3 kept, tp4, tp2 sp dp2 mapping
 gqa2-qknorm: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v, tp2 sp dp2 zero2
 gqa4-qkvbias: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
+gqa4-qkvbias: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v, tp8
 padding: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
 documents-rope: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping
 caps-zloss: pp2 1f1b, dp2 zero2, dp2 serial zero1, dp2 zero3 kept, tp2 sp dp2 mapping

@@ -7,7 +7,6 @@ s query length, t key length, b batch, n query heads, g key/value heads, d head 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -143,44 +142,8 @@ def choose_attention(config: ModelConfig, *, training: bool) -> str:
     return backend
 
 
-def attention_core(
-    *qkv: Tensor,
-    scale: float,
-    mask: AttentionMask = AttentionMask(),
-    backend: str = "sdpa",
-    softcap: float | None = None,
-    dropout: Dropout | None = None,
-    dropout_state: DropoutState | None = None,
-    first_head: int = 0,
-    deterministic: bool = True,
-) -> Tensor:
-    """Attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d].
-
-    Backend triton also takes the fused projection [s, b, g, n / g + 2, d] instead of the three, and
-    copies nothing in either pass. Dropout acts where there is a dropout_state; first_head numbers
-    q's first head within the model. `deterministic` is of our kernels' sum of dq; torch's follow
-    torch.use_deterministic_algorithms.
-    """
-    if backend not in SDPA:
-        # Our kernels, or the definition by plain operations; they return the log-sum-exp, too.
-        compute = (
-            partial(flash_attention, backend=backend, deterministic=deterministic)
-            if backend in OURS
-            else attention_reference
-        )
-        drop = _dropped(dropout, dropout_state, backend)
-        out, _ = compute(
-            *qkv, scale=scale, mask=mask, softcap=softcap, first_head=first_head, **drop
-        )
-        return out
-
-    assert softcap is None and (dropout is None or not dropout.acts(dropout_state))
-    q, k, v = qkv
-    return _sdpa(q, k, v, mask, scale)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    """torch's fused attention on [s, b, n, d]."""
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    """torch's fused attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d]."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     dtype = q.dtype
     simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
@@ -209,21 +172,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
     if out.dtype != dtype:
         out = out.to(dtype)
     return out.permute(2, 0, 1, 3)
-
-
-def _dropped(
-    dropout: Dropout | None, dropout_state: DropoutState | None, backend: str
-) -> dict[str, Any]:
-    """How the attention core drops probabilities; nothing where it does not."""
-    if dropout is None or dropout_state is None or not dropout.acts(dropout_state):
-        return {}
-    return {
-        # The kernels take the key as numbers; the definition also takes tensors, which
-        # --torch-compile needs.
-        "drop": dropout.probability,
-        "key": dropout.key if backend in OURS else dropout.words,
-        "sample_ids": dropout_state.sample_ids,
-    }
 
 
 class CoreAttention(nn.Module):
@@ -256,8 +204,9 @@ class CoreAttention(nn.Module):
             "scale": config.softmax_scale,
             "softcap": config.attn_logit_softcapping,
             "first_head": first_head,
-            "deterministic": config.deterministic_mode,
         }
+        # of our kernels' sum of dq; torch's follow torch.use_deterministic_algorithms
+        self.deterministic = config.deterministic_mode
 
     def forward(self, *qkv: Tensor, seen: Seen, dropout_state: DropoutState | None) -> Tensor:
         """`dropout_state`: None in evaluation."""
@@ -272,20 +221,43 @@ class CoreAttention(nn.Module):
             if self.cp.gathers and seen.places is not None:  # one call over all keys
                 q, k, v = qkv
                 qkv = q, *gather_keys(k, v, seen.places, self.cp.axis)
-            out = attention_core(
-                *qkv,
-                mask=seen.mask,
-                backend=backend,
-                dropout=self.dropout,
-                dropout_state=dropout_state,
-                **self.settings,
-            )
+            if backend in SDPA:
+                out = fused_attention(*qkv, seen.mask, self.settings["scale"])
+            else:
+                out = self._by_kernels(qkv, seen.mask, dropout_state, backend)
         if axis.size > 1:  # and back
             out = sequence_for_heads(out, axis)
         # [s, b, n, d] -> [s, b, n d]; latent attention fills values with zeros to the keys' width
         if out.shape[-1] != self.value_width:
             out = out[..., : self.value_width]
         return out.flatten(2)
+
+    def _by_kernels(
+        self,
+        qkv: tuple[Tensor, ...],
+        mask: AttentionMask,
+        dropout_state: DropoutState | None,
+        backend: str,
+    ) -> Tensor:
+        """Attention by our kernels, or by its definition in plain operations."""
+        settings = self.settings | self._dropped(dropout_state, backend)
+        if backend == "plain":
+            out, _ = attention_reference(*qkv, mask=mask, **settings)
+        else:
+            out, _ = flash_attention(
+                *qkv, mask=mask, **settings, deterministic=self.deterministic, backend=backend
+            )
+        return out
+
+    def _dropped(self, dropout_state: DropoutState | None, backend: str) -> dict[str, Any]:
+        """How probabilities are dropped; nothing where they are not."""
+        dropout = self.dropout
+        if dropout is None or dropout_state is None:
+            return {}
+        # The kernels take the key as numbers; the definition also takes tensors, which
+        # --torch-compile needs.
+        key = dropout.key if backend in OURS else dropout.words
+        return {"drop": dropout.probability, "key": key, "sample_ids": dropout_state.sample_ids}
 
     def _by_blocks(
         self,
@@ -298,9 +270,9 @@ class CoreAttention(nn.Module):
         q, k, v = qkv
         if q.is_cuda and backend in SDPA:  # which gives no log-sum-exp there
             backend = "plain"
-        dropped = _dropped(self.dropout, dropout_state, backend)
+        dropped = self._dropped(dropout_state, backend)
         samples = dropped.pop("sample_ids", None)
-        options = Options(**self.settings, **dropped)
+        options = Options(**self.settings, **dropped, deterministic=self.deterministic)
         # Steps are joined by their log-sum-exp; each is one call of the backend, forward and
         # backward.
         block = BlockAttention(backend, options, samples)

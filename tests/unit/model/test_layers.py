@@ -275,13 +275,13 @@ def test_grouped_heads_never_take_all_scores_into_memory(monkeypatch, groups, ma
             self, s, t, torch.device("cpu")
         ),
     )
-    out = attention.attention_core(*(x.as_subclass(OnGpu) for x in (q, k, v)), scale=0.3, mask=mask)
+    out = attention.fused_attention(*(x.as_subclass(OnGpu) for x in (q, k, v)), mask, 0.3)
     assert calls == [(n, n, masked, not masked, False)]
     torch.testing.assert_close(out.as_subclass(torch.Tensor), expected, rtol=1e-13, atol=1e-13)
     calls.clear()
     half = (x.detach().bfloat16().as_subclass(OnGpu) for x in (q, k, v))
-    attention.attention_core(*half, scale=0.3, mask=mask)
+    attention.fused_attention(*half, mask, 0.3)
     assert calls[0][:2] == ((n, n) if masked else (groups, groups))
     calls.clear()
-    attention.attention_core(q, k, v, scale=0.3, mask=mask)  # on a CPU nothing is repeated
+    attention.fused_attention(q, k, v, mask, 0.3)  # on a CPU nothing is repeated
     assert calls[0][:2] == (groups, groups)

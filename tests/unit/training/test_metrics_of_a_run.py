@@ -101,7 +101,7 @@ def test_rates_count_every_token_and_every_rank_and_no_pause(
 # ---- routers
 
 EXPERTS, TOP, MICRO, FACTOR = 4, 2, 2, 0.8
-COEFFICIENTS = {"aux_loss": 3e-2, "seq_aux_loss": 2e-2}
+COEFFICIENTS = {"aux_loss": 3e-2, "seq_aux_loss": 2e-2, "global_aux_loss": 4e-2}
 Z_COEFFICIENT = 1e-2
 ROUTED = (
     *BASE,
@@ -124,19 +124,28 @@ def balance(shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return EXPERTS * (chosen.mean(0) / TOP * shares.mean(0)).sum()
 
 
-def routers_metrics(logits: list[list[torch.Tensor]]) -> Row:
-    """Of a step, from the logits [s b, E] of each layer with experts and micro-batch: means over
-    these layers and tokens; loads over the whole step.
+def choices(logits: torch.Tensor) -> torch.Tensor:
+    """[T, E]: 1 where a token chooses an expert."""
+    return torch.zeros_like(logits).scatter(1, logits.topk(TOP).indices, 1)
+
+
+def routers_metrics(
+    logits: list[list[torch.Tensor]], before: list[list[torch.Tensor]] | None
+) -> Row:
+    """Of a step, from the logits [s b, E] of each layer with experts and micro-batch, and those of
+    the step before: means over these layers and tokens; loads over the whole step.
     """
-    found = dict.fromkeys(
-        ("load-balancing-loss", "seq-load-balancing-loss", "router-z-loss", "objective"), 0.0
-    )
+    names = ("load-balancing-loss", "seq-load-balancing-loss", "global-load-balancing-loss")
+    found = dict.fromkeys((*names, "router-z-loss", "objective"), 0.0)
     most, least, missed = 0.0, math.inf, 0.0
-    for layer in logits:
+    for number, layer in enumerate(logits):
         loads = torch.zeros(EXPERTS)
+        # the shares of all choices of the step before; before the first one equal shares
+        held = torch.full((1, EXPERTS), TOP / EXPERTS)
+        if before is not None:
+            held = torch.cat([choices(each) for each in before[number]])
         for each in layer:
-            shares = each.softmax(-1)
-            chosen = torch.zeros_like(each).scatter(1, each.topk(TOP).indices, 1)
+            shares, chosen = each.softmax(-1), choices(each)
             samples = zip(
                 shares.view(S, MICRO, EXPERTS).unbind(1), chosen.view(S, MICRO, EXPERTS).unbind(1)
             )
@@ -144,6 +153,7 @@ def routers_metrics(logits: list[list[torch.Tensor]]) -> Row:
                 "load-balancing-loss": balance(shares, chosen).item(),
                 "seq-load-balancing-loss": sum(balance(*sample).item() for sample in samples)
                 / MICRO,
+                "global-load-balancing-loss": balance(shares, held).item(),
                 "router-z-loss": each.logsumexp(-1).square().mean().item(),
             }
             for name, value in here.items():
@@ -159,15 +169,12 @@ def routers_metrics(logits: list[list[torch.Tensor]]) -> Row:
             max(most, (loads.max() / mean).item()),
             min(least, (loads.min() / mean).item()),
         )
-    choices = L * B * S * TOP
     return {
-        "load-balancing-loss": found["load-balancing-loss"],
-        "seq-load-balancing-loss": found["seq-load-balancing-loss"],
-        "router-z-loss": found["router-z-loss"],
+        **{name: found[name] for name in (*names, "router-z-loss")},
         "router-objective": found["objective"],
         "expert-load-max": most,
         "expert-load-min": least,
-        "expert-dropped": missed / choices,
+        "expert-dropped": missed / (L * B * S * TOP),
     }
 
 
@@ -188,9 +195,11 @@ def test_routers_log_what_their_logits_say(one_thread):
     rows, seen = run_with_logits()
     micro_batches, steps = B // MICRO, 2
     assert len(rows) == steps and len(seen) == steps * micro_batches * L
+    before = None
     for step, row in enumerate(rows):
         own = seen[step * micro_batches * L : (step + 1) * micro_batches * L]
-        expected = routers_metrics([own[layer::L] for layer in range(L)])
+        by_layer = [own[layer::L] for layer in range(L)]
+        expected, before = routers_metrics(by_layer, before), by_layer
         assert expected["expert-dropped"] > 0
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-9), name
