@@ -42,7 +42,8 @@ from torch import Tensor
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout, build_groups
 from megatron.model.attention.attention import SelfAttention, seen_by_queries
-from megatron.model.attention.context_parallel import ContextParallel, Places, places_of_ranks
+from megatron.model.attention.context_parallel import Places, places_of_ranks
+from megatron.model.model_parallel import ContextParallel, ModelParallel
 
 SHAPES = {  # name: positions, query heads, key/value heads
     "4096 positions, 8 heads": (4096, 8, 8),
@@ -106,7 +107,7 @@ def ours(kind: str, shape: tuple[int, int, int], tensors: list[Tensor]) -> Syste
     )
     places = torch.from_numpy(places_of_ranks(length, cp))
     held = Places.of(places, cp)
-    layer = SelfAttention(config, 0, 0, cp=cp)
+    layer = SelfAttention(config, 0, 0, ModelParallel(cp=cp))
     seen = seen_by_queries(config, length, None, cp, held)
     *qkv, dout = (x[held.own].float() for x in tensors)
 

@@ -30,7 +30,7 @@ from megatron.benchmarks.training import machine
 
 from megatron.config.groups import ModelConfig
 from megatron.model.experts.experts import LOOP, TORCH_GROUPED, Experts, RowCounts
-from megatron.model.spec import NO_TP
+from megatron.model.model_parallel import NO_TP
 
 ROUNDS = 11
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

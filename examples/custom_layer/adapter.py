@@ -1,7 +1,6 @@
 """Pretrain with a transformer layer that has an adapter behind it; takes all flags."""
 
 import sys
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +9,8 @@ import pretrain_gpt
 from megatron.config.groups import ModelConfig
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import MicroBatch, TransformerLayer
-from megatron.model.spec import TensorParallel, declare_grad_sum, parts_under
+from megatron.model.model_parallel import ModelParallel
+from megatron.model.spec import declare_grad_sum, parts_under
 
 WIDTH = 8
 
@@ -31,14 +31,12 @@ class Adapter(nn.Module):
 class AdaptedLayer(TransformerLayer):
     """The transformer layer, and an adapter that is added to its output."""
 
-    def __init__(
-        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel, *parallel: Any
-    ):
-        super().__init__(config, seed, index, tp, *parallel)
+    def __init__(self, config: ModelConfig, seed: int, index: int, parallel: ModelParallel):
+        super().__init__(config, seed, index, parallel)
         self.adapter = Adapter(config.hidden_size)
         # Every tensor-parallel rank holds the adapter. Under sequence parallelism each applies it
         # to its part of the sequence, so gradients are summed over the ranks.
-        declare_grad_sum(self.adapter, parts_under(tp.sequence))
+        declare_grad_sum(self.adapter, parts_under(parallel.tp.sequence))
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         y = super().forward(x, micro)

@@ -11,12 +11,11 @@ from megatron.config.groups import Config, ModelConfig
 from megatron.config.stages import placement_of
 from megatron.distributed.groups import Groups
 from megatron.model.arithmetic import padded_vocab_size
-from megatron.model.attention.context_parallel import ContextParallel
-from megatron.model.experts.moe import ExpertParallel
 from megatron.model.fp8 import mark_fp8
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels, compute_dtype
-from megatron.model.spec import ParameterSpec, TensorParallel
+from megatron.model.model_parallel import ModelParallel
+from megatron.model.spec import ParameterSpec
 from megatron.model.stages import Stage, pipeline_stages
 
 
@@ -39,14 +38,7 @@ def build_stages(
     config: Config, vocab_size: int, groups: Groups, device: torch.device, stages: tuple[Stage, ...]
 ) -> GPTModel:
     """These stages of the model; no layer is recomputed or offloaded."""
-    distributed = config.distributed
-    tp = TensorParallel(
-        groups.tp,
-        groups.kv,
-        sequence=distributed.sequence_parallel,
-        overlap=distributed.tp_comm_overlap,
-    )
-    padded = padded_vocab_size(vocab_size, config.model, tp.size)
+    padded = padded_vocab_size(vocab_size, config.model, groups.tp.size)
     # From here on no backend but attention's is `auto`.
     chosen, _ = choose_kernels(config, device)
     model = GPTModel(
@@ -55,9 +47,7 @@ def build_stages(
         padded_vocab=padded,
         dtype=compute_dtype(config.precision),
         seed=config.training.seed,
-        tp=tp,
-        cp=ContextParallel.of(groups, distributed.cp_comm_type),
-        ep=ExpertParallel(TensorParallel(groups.etp, experts=groups.ep), groups.tp_cp),
+        parallel=ModelParallel.of(groups, config.distributed),
         stages=stages,
     )
     # The wide linear layers find the mark for 8-bit floats on their weight.

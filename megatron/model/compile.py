@@ -21,7 +21,7 @@ from megatron.model.dropout import Dropout
 from megatron.model.layer import TransformerLayer
 from megatron.model.linear import DEFERRED, Linear, _ColumnLinear, _Linear, _RowLinear
 from megatron.model.mlp import MLP
-from megatron.model.spec import TensorParallel
+from megatron.model.model_parallel import TensorParallel
 
 # graphs of one rank at most: the first, a middle and the last layer, each in MODES
 GRAPHS = 9

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megatron.config.workspace import SCRATCH_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from megatron.model.spec import NO_TP, ParameterSpec, TensorParallel
+from megatron.model.model_parallel import NO_TP, TensorParallel
+from megatron.model.spec import ParameterSpec
 
 
 def accumulate_embedding_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig, TrainingConfig
 from megatron.config.layers import windows_of
 from megatron.model.attention.attention import seen_by_queries
-from megatron.model.attention.context_parallel import ContextParallel, Places
+from megatron.model.attention.context_parallel import Places
 from megatron.model.attention.rotary import RotaryTables
 from megatron.model.dropout import DropoutState
-from megatron.model.experts.moe import ExpertParallel, MoE, expert_tokens
+from megatron.model.experts.moe import MoE, expert_tokens
 from megatron.model.layer import (
     EmbeddingLayer,
     HeadLayer,
@@ -27,8 +27,9 @@ from megatron.model.layer import (
     ScalarSpec,
     TransformerLayer,
 )
+from megatron.model.model_parallel import ONE_RANK, ModelParallel, TensorParallel
 from megatron.model.recompute import stage_offload, stage_recompute
-from megatron.model.spec import NO_TP, ParameterSpec, TensorParallel, spec_of
+from megatron.model.spec import ParameterSpec, spec_of
 from megatron.model.stages import Stage, whole
 
 
@@ -57,26 +58,25 @@ class GPTModel(nn.Module):
         padded_vocab: int,
         dtype: torch.dtype,
         seed: int,
-        tp: TensorParallel = NO_TP,
-        cp: ContextParallel = ContextParallel(),
-        ep: ExpertParallel = ExpertParallel(),
+        parallel: ModelParallel = ONE_RANK,
         stages: tuple[Stage, ...] | None = None,
     ):
         super().__init__()
-        self.config, self.dtype, self.vocab_size, self.tp = config, dtype, vocab_size, tp
-        self.cp, self.ep = cp, ep
+        self.config, self.dtype, self.vocab_size = config, dtype, vocab_size
+        self.parallel = parallel
+        self.tp, self.cp = parallel.tp, parallel.cp
         # by `TransformerLayer.window_number`
         self.config_by_window = [replace(config, window_size=each) for each in windows_of(config)]
         # Embedding and head exist on ranks that hold their stage.
         stages = whole(config) if stages is None else stages
         self.embedding = (
-            EmbeddingLayer(config, vocab_size, padded_vocab, tp)
+            EmbeddingLayer(config, vocab_size, padded_vocab, self.tp)
             if any(stage.embedding for stage in stages)
             else None
         )
         self.layers = nn.ModuleDict(
             {
-                str(i): self.layer_class(config, seed, i, tp, cp, ep)
+                str(i): self.layer_class(config, seed, i, parallel)
                 for stage in stages
                 for i in stage.layers
             }
@@ -88,7 +88,7 @@ class GPTModel(nn.Module):
             else self.embedding.word.weight
         )
         self.head = (
-            HeadLayer(config, vocab_size, padded_vocab, tied, tp)
+            HeadLayer(config, vocab_size, padded_vocab, tied, self.tp)
             if any(stage.head for stage in stages)
             else None
         )
@@ -127,7 +127,7 @@ class GPTModel(nn.Module):
 
     def grid(self, group: str) -> TensorParallel:
         """The ranks that cut the parameters of a group of buffers."""
-        return self.ep.grid if group == "expert" else self.tp
+        return self.parallel.experts if group == "expert" else self.tp
 
     def declared(self) -> list[tuple[str, nn.Parameter, ParameterSpec]]:
         """Every parameter by name with its declaration, in order; a tied head adds none."""

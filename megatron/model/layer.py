@@ -19,29 +19,29 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig
 from megatron.config.layers import layer_records, window_index
 from megatron.model.attention.attention import Seen, SelfAttention
-from megatron.model.attention.context_parallel import ContextParallel, Places
+from megatron.model.attention.context_parallel import Places
 from megatron.model.attention.latent_attention import LatentAttention
 from megatron.model.attention.rotary import Rotary
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.embedding import Embedding
-from megatron.model.experts.moe import ExpertParallel, MoE, Routing, aux_outputs
+from megatron.model.experts.moe import MoE, Routing, aux_outputs
 from megatron.model.experts.router import AUX_LOSS
 from megatron.model.linear import column_function
 from megatron.model.loss import cross_entropy, linear_cross_entropy, sharded_cross_entropy
 from megatron.model.mlp import MLP, TiledMLP
+from megatron.model.model_parallel import NO_TP, ONE_RANK, ModelParallel, TensorParallel
 from megatron.model.norm import AddNorm
 from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute, always_rebuilt
 from megatron.model.recompute_context import ParkedTensors, RecomputeContext
 from megatron.model.spec import (
-    NO_TP,
     Multipliers,
     ParameterSpec,
     Shard,
-    TensorParallel,
     matrix,
     normal,
     parts_under,
     spec_of,
+    whole_on_every_rank,
 )
 
 
@@ -196,15 +196,13 @@ class TransformerLayer(Layer):
         config: ModelConfig,
         seed: int,
         index: int,
-        tp: TensorParallel = NO_TP,
-        cp: ContextParallel = ContextParallel(),
-        ep: ExpertParallel = ExpertParallel(),
+        parallel: ModelParallel = ONE_RANK,
     ):
         super().__init__()
         self.config = config
         self.record = record = layer_records(config)[index]
         self.rotates, self.window_number = record.rotary, window_index(config, record)
-        sums = parts_under(tp.sequence)
+        sums = parts_under(parallel.tp.sequence)
 
         def norm(name: str) -> AddNorm:
             return AddNorm(config, name, config.hidden_size, sums)
@@ -213,26 +211,28 @@ class TransformerLayer(Layer):
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
 
         self.drops = config.hidden_dropout > 0
-        self.position = self._learned_positions(sums)
+        self.position = self._learned_positions(parallel.tp)
         self.embedding_dropout = None
         if record.first and self.drops:
             self.embedding_dropout = dropout("embedding.dropout")
         self.input_norm = norm(f"layers.{index}.input_norm")
         attention = LatentAttention if record.latent else SelfAttention
-        self.attention = attention(config, seed, index, tp, cp)
+        self.attention = attention(config, seed, index, parallel)
         self.attention_output_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm(f"layers.{index}.mlp_norm")
         self.mlp = (
-            MoE(config, seed, index, tp, ep)
+            MoE(config, seed, index, parallel)
             if record.experts
-            else (TiledMLP if config.tiled_mlp > 1 else MLP)(config, f"layers.{index}.mlp", tp)
+            else (TiledMLP if config.tiled_mlp > 1 else MLP)(
+                config, f"layers.{index}.mlp", parallel.tp
+            )
         )
         self.mlp_output_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm("final_norm") if record.last else None
         self.recompute_context = RecomputeContext()
         self.choose_recompute(NO_RECOMPUTE)
 
-    def _learned_positions(self, grad_sum: tuple[str, ...]) -> Embedding | None:
+    def _learned_positions(self, tp: TensorParallel) -> Embedding | None:
         """The table of learned positions, in the first layer, if any, whole on every rank."""
         config = self.config
         if not self.record.first or config.position_embedding_type != "learned_absolute":
@@ -245,8 +245,7 @@ class TransformerLayer(Layer):
             (config.max_position_embeddings, config.hidden_size),
             normal(config),
             "embedding",
-            copies="tp",
-            grad_sum=grad_sum,
+            **whole_on_every_rank(tp),
         )
         return Embedding(table)
 

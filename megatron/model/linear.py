@@ -52,7 +52,8 @@ from megatron.kernels import apex
 from megatron.kernels.fp8 import Quantised
 from megatron.kernels.lang import multiprocessors, operator
 from megatron.model.fp8 import FP8
-from megatron.model.spec import NO_TP, ParameterSpec, TensorParallel
+from megatron.model.model_parallel import NO_TP, TensorParallel
+from megatron.model.spec import ParameterSpec
 
 # rows and columns that one block of threads of a large GEMM computes on Hopper, at most
 TILE = (128, 256)

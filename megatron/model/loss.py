@@ -17,7 +17,7 @@ from megatron.config.workspace import HEAD_CHUNK_BYTES, LOSS_CHUNK_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.model.linear import accumulate_weight_grad
-from megatron.model.spec import NO_TP, TensorParallel
+from megatron.model.model_parallel import NO_TP, TensorParallel
 
 
 def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:

@@ -14,16 +14,8 @@ from megatron.config.model import ACTIVATIONS, GATED, ModelConfig
 from megatron.kernels.activation import FUNCTIONS, GATES, activation_backward
 from megatron.kernels.activation import activation as activation_forward
 from megatron.model.linear import ColumnLinear, RowLinear, accumulate_gradients
-from megatron.model.spec import (
-    NO_TP,
-    Shard,
-    TensorParallel,
-    fuse,
-    matrix,
-    normal,
-    parts_under,
-    vector,
-)
+from megatron.model.model_parallel import NO_TP, TensorParallel
+from megatron.model.spec import Shard, fuse, matrix, normal, vector, whole_on_every_rank
 
 
 def check_tables() -> None:
@@ -189,8 +181,7 @@ class MLP(nn.Module):
         fc2_bias = None
         if config.add_bias_linear:
             fc1_bias = fuse(vector(f"{name}.{part}.bias", f, shard=Shard(0)) for part in parts)
-            sums = parts_under(tp.sequence)
-            fc2_bias = vector(f"{name}.down.bias", h, copies="tp", grad_sum=sums)
+            fc2_bias = vector(f"{name}.down.bias", h, **whole_on_every_rank(tp))
         self.fc1 = ColumnLinear(fc1, fc1_bias, tp, skip_bias_add=self.fuses_bias)
         self.fc2 = RowLinear(fc2, fc2_bias, tp)
         self.activate = (

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -35,27 +34,7 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import ALONE, Axis, Groups
-
-
-@dataclass(frozen=True)
-class TensorParallel:
-    """How a layer shares its matrices (TP), and whether activations are split in sequence (SP)."""
-
-    # the ranks that share each matrix: columns (qkv, fc1) or rows (proj, fc2) of it
-    axis: Axis = ALONE
-    # of these, the ranks that hold the same key/value head, where there are fewer heads than ranks
-    kv: Axis = ALONE
-    # between matrices each rank has an equal part of the sequence (SP)
-    sequence: bool = False
-    overlap: bool = True  # collectives run alongside the GEMMs that do not depend on them
-    experts: Axis = ALONE  # of expert-tensor-parallel ranks: those that hold other experts
-
-    @cached_property
-    def size(self) -> int:
-        return self.axis.size
-
-
-NO_TP = TensorParallel()
+from megatron.model.model_parallel import NO_TP, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -282,6 +261,13 @@ def parts_under(sequence: bool) -> tuple[str, ...]:
     sequence: a part of the sum under sequence parallelism, else the whole.
     """
     return ("tp",) if sequence else ()
+
+
+def whole_on_every_rank(tp: TensorParallel) -> dict[str, Any]:
+    """Declares a tensor that every tensor-parallel rank holds, and applies to what it has of the
+    sequence.
+    """
+    return {"copies": "tp", "grad_sum": parts_under(tp.sequence)}
 
 
 def declare_grad_sum(module: nn.Module, grad_sum: tuple[str, ...]) -> None:

@@ -20,8 +20,9 @@ from megatron.config.layers import widest_window
 from megatron.data.loader import Batch, Source
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import PEERS, idle
-from megatron.model.attention.context_parallel import ContextParallel, places_of_ranks
+from megatron.model.attention.context_parallel import places_of_ranks
 from megatron.model.layer import REPORTED_SUM, MicroBatch, ScalarSpec
+from megatron.model.model_parallel import ContextParallel
 from megatron.optimizer.lr_schedule import StepRates, finished, global_batch_size_at
 from megatron.optimizer.optimizer import sum_of_squares
 from megatron.parallel.blocks import Block

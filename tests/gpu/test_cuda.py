@@ -19,7 +19,8 @@ from megatron.model.attention.attention import fused_attention
 from megatron.model.embedding import accumulate_embedding_grad
 from megatron.model.linear import column_function, wgrad_gemm
 from megatron.model.loss import cross_entropy, sharded_cross_entropy
-from megatron.model.spec import NO_TP, Box
+from megatron.model.model_parallel import NO_TP
+from megatron.model.spec import Box
 from megatron.training import pretrain as pretrain_module
 from pretrain_gpt import main
 

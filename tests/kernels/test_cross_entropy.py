@@ -15,7 +15,7 @@ from megatron.kernels.cross_entropy import (
 
 from megatron.distributed.groups import Axis
 from megatron.model import loss as layer
-from megatron.model.spec import NO_TP, TensorParallel
+from megatron.model.model_parallel import NO_TP, TensorParallel
 
 # tokens, real columns, all columns
 SHAPES = [(5, 33, 48), (2, 5000, 5008), (1, 1, 16)]

@@ -19,10 +19,10 @@ no sum of the final norm | llama tp2 sp serial
     config.hidden_size, sums) => config.hidden_size, () if name == "final_norm" else sums)
 = megatron/model/mlp.py MLP.__init__
 no sum of row-parallel biases | documents tp2 sp
-    h, copies="tp", grad_sum=sums => h, copies="tp", grad_sum=()
+    h, **whole_on_every_rank(tp) => h, copies="tp"
 = megatron/model/layer.py TransformerLayer._learned_positions
 no sum of positions | documents tp2 sp
-    grad_sum=grad_sum => grad_sum=()
+    **whole_on_every_rank(tp) => copies="tp"
 = megatron/model/attention/attention.py SelfAttention.make_projections
 no sum of QK norms | mqa-qknorm-bias tp2 dp2
     grad_sum=("tp",) => grad_sum=()
@@ -345,7 +345,7 @@ the outputs of one of the ranks that share an expert | moe tp2 sp
     .sum(0, dtype=wide) => [spread.axis.rank]
 = megatron/model/experts/router.py Router.__init__
 a router's gradient of the own tokens under sequence parallelism | moe-bias tp2 sp etp1
-    grad_sum=parts_under(tp.sequence) => grad_sum=()
+    **whole_on_every_rank(parallel.tp) => copies="tp"
 = megatron/model/experts/router.py Router._within_capacity
 an expert's capacity of the rank's own tokens | moe-capacity cp2 ep2
     len(every) / count * factor => len(experts) * k / count * factor
@@ -357,7 +357,7 @@ the gradient of position channels of the own heads alone | mla tp2
     all_reduce(dy.clone(), tp.axis) => dy.clone()
 = megatron/model/attention/latent_attention.py LatentAttention._down
 down-projections that declare whole gradients under sequence parallelism | mla tp2 sp
-    grad_sum=parts_under(self.tp.sequence) => grad_sum=()
+    **whole_on_every_rank(self.tp) => copies="tp"
 = megatron/model/attention/attention.py CoreAttention.__init__
 scores scaled without YaRN's factor on several ranks | mla tp2 sp
     "scale": config.softmax_scale =>

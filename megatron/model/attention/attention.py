@@ -20,7 +20,6 @@ from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.kernels.dispatch import CANDIDATES
 from megatron.model.attention.context_parallel import (
-    ContextParallel,
     Places,
     gather_keys,
     heads_for_sequence,
@@ -41,17 +40,16 @@ from megatron.model.attention.rotary import (
 )
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.linear import ColumnLinear, RowLinear
+from megatron.model.model_parallel import NO_CP, ONE_RANK, ContextParallel, ModelParallel
 from megatron.model.norm import Norm, normed_projection
 from megatron.model.spec import (
-    NO_TP,
     ParameterSpec,
     Shard,
-    TensorParallel,
     fuse,
     matrix,
     normal,
-    parts_under,
     vector,
+    whole_on_every_rank,
 )
 
 OURS = ("triton", *CANDIDATES)  # the backends of flash_attention, which takes masks with tables
@@ -72,7 +70,7 @@ def seen_by_queries(
     config: ModelConfig,
     length: int,
     document_starts: Tensor | None = None,
-    cp: ContextParallel = ContextParallel(),
+    cp: ContextParallel = NO_CP,
     places: Places | None = None,
 ) -> Seen:
     """What this rank's queries see in the layers with this window, of samples of this length, one
@@ -183,10 +181,9 @@ class CoreAttention(nn.Module):
 
     recomputable = {"core_attn": "forward"}
 
-    def __init__(
-        self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel, cp: ContextParallel
-    ):
+    def __init__(self, config: ModelConfig, seed: int, layer: int, parallel: ModelParallel):
         super().__init__()
+        tp, cp = parallel.tp, parallel.cp
         self.cp = cp
         heads = config.num_attention_heads // tp.size
         # the number, within the model, of the first head that this rank computes
@@ -292,14 +289,13 @@ class Attention(nn.Module):
         config: ModelConfig,
         seed: int,
         layer: int,
-        tp: TensorParallel = NO_TP,
-        cp: ContextParallel = ContextParallel(),
+        parallel: ModelParallel = ONE_RANK,
     ):
         super().__init__()
-        self.config, self.tp, self.cp_size = config, tp, cp.size
-        self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
+        self.config, self.tp, self.cp_size = config, parallel.tp, parallel.cp.size
+        self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // self.tp.size
         self.make_projections(config, f"layers.{layer}.attention")
-        self.core = CoreAttention(config, seed, layer, tp, cp)
+        self.core = CoreAttention(config, seed, layer, parallel)
 
     def forward(
         self, x: Tensor, rotary: Rotary | None, seen: Seen, dropout_state: DropoutState | None
@@ -326,8 +322,7 @@ class Attention(nn.Module):
         weight = matrix(f"{name}.proj.weight", (h, width), init, shard=Shard(1))
         bias = None
         if config.add_bias_linear:
-            sums = parts_under(self.tp.sequence)
-            bias = vector(f"{name}.proj.bias", h, copies="tp", grad_sum=sums)
+            bias = vector(f"{name}.proj.bias", h, **whole_on_every_rank(self.tp))
         return RowLinear(weight, bias, self.tp)
 
 

@@ -27,8 +27,6 @@ rank, d head dim.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -36,32 +34,14 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.collectives import all_gather, all_to_all, reduce_scatter
-from megatron.distributed.groups import ALONE, Axis, Groups
+from megatron.distributed.groups import Axis
 from megatron.model.linear_map import linear_map
+from megatron.model.model_parallel import ContextParallel
 
 BLOCK = 128  # positions that go together where documents are masked, at most
 # work of the busiest rank, as a multiple of the mean, that is good enough; and how many exchanges
 # of blocks a rank are tried to come there
 EVEN, EXCHANGES = 1.002, 8
-
-
-@dataclass(frozen=True)
-class ContextParallel:
-    """The ranks that share the positions of a sample, and how attention communicates."""
-
-    axis: Axis = ALONE
-    gathers: bool = False  # allgather
-    heads: Axis = ALONE  # those of the ranks that exchange heads for positions
-    ring: Axis = ALONE  # those that keys and values go round
-
-    @classmethod
-    def of(cls, groups: Groups, comm_type: str) -> ContextParallel:
-        """Of a rank whose groups were made for this --cp-comm-type."""
-        return cls(groups.cp, comm_type == "allgather", groups.cp_heads, groups.cp_ring)
-
-    @cached_property
-    def size(self) -> int:
-        return self.axis.size
 
 
 class Places(NamedTuple):

@@ -28,8 +28,9 @@ from megatron.model.attention.attention import Attention
 from megatron.model.attention.rotary import Rotary, rotate_pairs, rotate_pairs_back
 from megatron.model.linear import ColumnLinear, Linear
 from megatron.model.linear_map import linear_map
+from megatron.model.model_parallel import TensorParallel
 from megatron.model.norm import Norm
-from megatron.model.spec import Shard, TensorParallel, matrix, normal, parts_under
+from megatron.model.spec import Shard, matrix, normal, parts_under, whole_on_every_rank
 
 
 def _for_all_heads(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -109,8 +110,7 @@ class LatentAttention(Attention):
             f"{name}.weight",
             (rows, self.config.hidden_size),
             normal(self.config),
-            copies="tp",
-            grad_sum=parts_under(self.tp.sequence),
+            **whole_on_every_rank(self.tp),
         )
         return Linear(weight, tp=self.tp)
 

@@ -37,7 +37,7 @@ from megatron.distributed.interleaver import yield_turn
 from megatron.model.experts.experts import TRITON, RowCounts
 from megatron.model.experts.router import count_of
 from megatron.model.linear_map import linear_map
-from megatron.model.spec import TensorParallel
+from megatron.model.model_parallel import TensorParallel
 
 
 class Assignments(NamedTuple):

@@ -29,7 +29,8 @@ from megatron.config.model import GATED, ModelConfig
 from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
 from megatron.model.linear import DEFERRED, WeightGrad, accumulate_weight_grad, wgrad_gemm
 from megatron.model.mlp import activation_function, gated_gradients
-from megatron.model.spec import ParameterSpec, Shard, TensorParallel, fuse, matrix, normal
+from megatron.model.model_parallel import TensorParallel
+from megatron.model.spec import ParameterSpec, Shard, fuse, matrix, normal
 
 
 class RowCounts(NamedTuple):

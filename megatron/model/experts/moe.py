@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
-from megatron.distributed.groups import ALONE, Axis
 from megatron.model.experts.dispatch import AllGather, AllToAll, Dispatcher, DispatchPlan
 from megatron.model.experts.experts import Experts
 from megatron.model.experts.router import (
@@ -28,19 +27,13 @@ from megatron.model.experts.router import (
 )
 from megatron.model.linear import Linear
 from megatron.model.mlp import MLP
-from megatron.model.spec import NO_TP, TensorParallel, matrix, normal, parts_under
+from megatron.model.model_parallel import ModelParallel
+from megatron.model.spec import matrix, normal, whole_on_every_rank
 
 if TYPE_CHECKING:
     from megatron.model.layer import MicroBatch
 
 _DISPATCHERS: dict[str, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
-
-
-class ExpertParallel(NamedTuple):
-    """`grid`: the ranks that share experts' matrices, and hold others; `samples`: other tokens."""
-
-    grid: TensorParallel = NO_TP
-    samples: Axis = ALONE
 
 
 class Routing(NamedTuple):
@@ -60,18 +53,17 @@ class MoE(nn.Module):
 
     recomputable = {"moe": "through_experts"}
 
-    def __init__(
-        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel, ep: ExpertParallel
-    ):
+    def __init__(self, config: ModelConfig, seed: int, index: int, parallel: ModelParallel):
         super().__init__()
+        tp, grid = parallel.tp, parallel.experts
         name = f"layers.{index}.mlp"
         self.index = index
         # metrics are means over these
         self.layers = sum(config.expert_layers())
-        self.router = Router(config, seed, f"{name}.router", tp, ep.samples)
-        self.experts = Experts(config, f"{name}.experts", ep.grid)
+        self.router = Router(config, seed, f"{name}.router", parallel)
+        self.experts = Experts(config, f"{name}.experts", grid)
         self.dispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
-            ep.grid, config.num_experts, config.grouped_gemm_backend
+            grid, config.num_experts, config.grouped_gemm_backend
         )
         # A dense MLP, shared over the ranks of attention's tensor parallelism.
         width = config.moe_shared_expert_intermediate_size
@@ -84,8 +76,7 @@ class MoE(nn.Module):
                 f"{name}.shared_expert_gate.weight",
                 (1, config.hidden_size),
                 normal(config),
-                copies="tp",
-                grad_sum=parts_under(tp.sequence),
+                **whole_on_every_rank(tp),
             )
             self.shared_expert_gate = Linear(weight)
 

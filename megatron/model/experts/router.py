@@ -28,19 +28,10 @@ from torch import Tensor, nn
 
 from megatron.config.model import Balancing, ModelConfig
 from megatron.distributed.collectives import all_gather, all_reduce
-from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import philox
 from megatron.model.dropout import DropoutState
-from megatron.model.spec import (
-    NO_TP,
-    ZEROS,
-    Init,
-    TensorParallel,
-    matrix,
-    normal,
-    parts_under,
-    vector,
-)
+from megatron.model.model_parallel import ONE_RANK, ModelParallel
+from megatron.model.spec import ZEROS, Init, matrix, normal, vector, whole_on_every_rank
 
 # by the type of auxiliary loss: what metrics call it, as Megatron-LM does
 LOSS_NAMES: dict[Balancing, str] = {
@@ -106,20 +97,13 @@ def first_choices(
 
 
 class Router(nn.Module):
-    """x [s, b, h] -> a choice, the weights of the chosen experts [T, k], and sums for the loss.
-    `samples`: the ranks that hold the other tokens of the same samples.
-    """
+    """x [s, b, h] -> a choice, the weights of the chosen experts [T, k], and sums for the loss."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        seed: int,
-        name: str,
-        tp: TensorParallel = NO_TP,
-        samples: Axis = ALONE,
+        self, config: ModelConfig, seed: int, name: str, parallel: ModelParallel = ONE_RANK
     ):
         super().__init__()
-        self.config, self.samples = config, samples
+        self.config, self.samples = config, parallel.samples
         self.key = philox.key(seed, name, "jitter")
         count = config.num_experts
         weight = matrix(
@@ -127,15 +111,14 @@ class Router(nn.Module):
             (count, config.hidden_size),
             normal(config),
             is_gemm=False,
-            copies="tp",
-            grad_sum=parts_under(tp.sequence),
+            **whole_on_every_rank(parallel.tp),
         )
-        self.weight = weight.parameter(tp)
+        self.weight = weight.parameter()
 
         def state(own: str, init: Init) -> nn.Parameter:
             """[E], kept from step to step."""
             spec = vector(f"{name}.{own}", count, init, "state", copies="tp", group="state")
-            return spec.parameter(tp)
+            return spec.parameter()
 
         has_bias = config.moe_router_enable_expert_bias
         has_share = "global_aux_loss" in config.moe_router_load_balancing_type

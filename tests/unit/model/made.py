@@ -5,16 +5,9 @@ from __future__ import annotations
 from megatron.config.groups import ModelConfig
 from megatron.model.embedding import Embedding
 from megatron.model.linear import ColumnLinear, Linear, RowLinear
+from megatron.model.model_parallel import NO_TP, TensorParallel
 from megatron.model.norm import Norm
-from megatron.model.spec import (
-    NO_TP,
-    Init,
-    ParameterSpec,
-    Shard,
-    TensorParallel,
-    TensorSpec,
-    vector,
-)
+from megatron.model.spec import Init, ParameterSpec, Shard, TensorSpec, vector
 
 DRAWN = Init(std=0.02)
 

@@ -13,8 +13,8 @@ from megatron.config.recompute import INSIDE
 from megatron.model.experts.dispatch import AllGather, AllToAll
 from megatron.model.experts.router import first_choices
 from megatron.model.gpt import GPTModel
+from megatron.model.model_parallel import NO_TP
 from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute
-from megatron.model.spec import NO_TP
 
 
 @st.composite

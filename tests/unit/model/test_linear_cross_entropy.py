@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.model import loss as module
 from megatron.model.linear import column_function
 from megatron.model.loss import cross_entropy, linear_cross_entropy, sharded_cross_entropy
-from megatron.model.spec import NO_TP
+from megatron.model.model_parallel import NO_TP
 
 S, B, H, PADDED = 8, 3, 12, 32  # 24 tokens
 

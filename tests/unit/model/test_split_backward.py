@@ -15,7 +15,7 @@ from unit.model.made import linear
 from megatron.distributed.groups import Layout, build_groups
 from megatron.model import linear as linear_module
 from megatron.model.linear import ColumnLinear, RowLinear, add_weight_grads, deferring_weight_grads
-from megatron.model.spec import NO_TP, TensorParallel
+from megatron.model.model_parallel import NO_TP, TensorParallel
 
 S, B, H, F = 8, 2, 12, 24
 SHARED = ((2, False, True), (2, False, False), (2, True, True), (2, True, False), (4, True, True))

@@ -34,7 +34,8 @@ from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import TransformerLayer
-from megatron.model.spec import NO_TP, TensorParallel, declare_grad_sum, parts_under
+from megatron.model.model_parallel import ONE_RANK, ModelParallel, TensorParallel
+from megatron.model.spec import declare_grad_sum, parts_under
 from megatron.parallel.layer_runner import LayerRunner
 from pretrain_gpt import main
 
@@ -85,10 +86,10 @@ class Adapted(Undeclared):
     """A layer with an adapter at its end."""
 
     def __init__(
-        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = NO_TP, *rest: Any
+        self, config: ModelConfig, seed: int, index: int, parallel: ModelParallel = ONE_RANK
     ):
-        super().__init__(config, seed, index, tp, *rest)
-        declare_grad_sum(self.adapter, parts_under(tp.sequence))
+        super().__init__(config, seed, index, parallel)
+        declare_grad_sum(self.adapter, parts_under(parallel.tp.sequence))
 
 
 class Penalised(TransformerLayer):
@@ -99,10 +100,10 @@ class Penalised(TransformerLayer):
         return y * self.mlp.fc1.weight.square().mean()
 
 
-def build(layer: type[TransformerLayer] = Adapted, tp: TensorParallel = NO_TP) -> GPTModel:
+def build(layer: type[TransformerLayer] = Adapted, parallel: ModelParallel = ONE_RANK) -> GPTModel:
     sizes = {"vocab_size": VOCAB, "padded_vocab": VOCAB}
     with mock.patch.object(GPTModel, "layer_class", layer):
-        model = GPTModel(CONFIG, **sizes, dtype=torch.float64, seed=5, tp=tp)
+        model = GPTModel(CONFIG, **sizes, dtype=torch.float64, seed=5, parallel=parallel)
     filled(model)
     return model
 
@@ -285,7 +286,7 @@ def error_of(layer: type[TransformerLayer]) -> str:
     """The message about a model of such layers on two tensor-parallel ranks."""
     tp = TensorParallel(make_groups(Layout(tp=2), HEADS).tp)
     try:
-        build(layer, tp=tp)
+        build(layer, ModelParallel(tp))
     except ValueError as error:
         return str(error)
     return ""

@@ -15,7 +15,7 @@ from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels, compute_dtype
 from megatron.model.layer import MicroBatch
-from megatron.model.spec import NO_TP, TensorParallel
+from megatron.model.model_parallel import NO_TP, ModelParallel, TensorParallel
 from megatron.parallel.blocks import build_blocks
 
 SEQ, BATCH, VOCAB = 64, 2, 301
@@ -53,7 +53,7 @@ def whole_model(config: Config) -> tuple[GPTModel, MicroBatch]:
         padded_vocab=padded_vocab_size(VOCAB, config.model, size),
         dtype=compute_dtype(config.precision),
         seed=1,
-        tp=tp,
+        parallel=ModelParallel(tp),
     )
     model.choose_recompute(config.training)
     for block in build_blocks(model, torch.device("cpu")):

@@ -22,7 +22,7 @@ from megatron.distributed.groups import Axis
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
-from megatron.model.spec import TensorParallel
+from megatron.model.model_parallel import ModelParallel, TensorParallel
 from megatron.model.stages import pipeline_stages
 from megatron.parallel.blocks import build_blocks
 
@@ -56,7 +56,7 @@ def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, flags):
             padded_vocab=padded,
             dtype=dtype,
             seed=1,
-            tp=TensorParallel(Axis("tp", 0, tuple(range(tp)))),
+            parallel=ModelParallel(TensorParallel(Axis("tp", 0, tuple(range(tp))))),
             stages=tuple(
                 stage for stage, where in zip(stages, placement, strict=True) if where == rank
             ),
