@@ -119,23 +119,19 @@ def attention_reference(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float,
     mask: AttentionMask,
-    softcap: float | None = None,
-    drop: float = 0.0,
-    key: philox.Key = (0, 0),
-    sample_ids: Tensor | None = None,
-    first_head: int = 0,
+    **fields: Any,
 ) -> tuple[Tensor, Tensor]:
     """The definition: (out [s, b, n, d], lse [b, n, s] in fp32 or fp64), of any dtype and
-    differentiable. Dropout is that of `keep_mask`.
+    differentiable. `fields` are those of Options. Dropout is that of `keep_mask`.
     """
+    options = Options(**fields)
     q, k, v = _by_query_head(q, k, v)
-    x, _ = _scores(q, k, scale, softcap)
+    x, _ = _scores(q, k, options)
     lse, p = _softmax_of_seen(x, mask)
-    if drop > 0:  # autograd saves the mask as bools, where a factor in p's precision takes 4 bytes
-        options = Options(scale, softcap, drop, key, first_head)
-        p = p * _kept(p, mask, options, sample_ids) * (1 / (1 - drop))
+    if options.drop > 0:
+        # autograd saves the mask as bools, where a factor in p's precision takes 4 bytes
+        p = p * _kept(p, mask, options) * (1 / (1 - options.drop))
     return (p.to(v.dtype) @ v).permute(2, 0, 1, 3), lse
 
 
@@ -148,7 +144,6 @@ def attention_reference_backward(
     v: Tensor,
     mask: AttentionMask,
     options: Options,
-    sample_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What keys k and values v [t, b, g, d] give to the gradients (dq, dk, dv), where they may be a
     part of those that out [s, b, n, d] and lse [b, n, s] are of: the parts' dq add up. By the
@@ -157,9 +152,9 @@ def attention_reference_backward(
     group, wide = q.shape[2] // k.shape[2], lse.dtype
     dout, out = (x.permute(1, 2, 0, 3) for x in (dout, out))
     q, k, v = _by_query_head(q, k, v)
-    x, tanh_of_x = _scores(q, k, options.scale, options.softcap)
+    x, tanh_of_x = _scores(q, k, options)
     p = torch.exp(x - lse[..., None]).masked_fill(~_seen(mask, x), 0.0)
-    factor = _dropout_factor(p, mask, options, sample_ids)
+    factor = _dropout_factor(p, mask, options)
     dp = (dout @ v.transpose(-1, -2)).to(wide) * factor
     ds = p * (dp - (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)) * options.scale
     if tanh_of_x is not None:
@@ -177,22 +172,21 @@ def _of_keys(weights: Tensor, rows: Tensor, group: int) -> Tensor:
     return summed.unflatten(1, (-1, group)).sum(2).permute(2, 0, 1, 3)
 
 
-def _dropout_factor(
-    p: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None
-) -> Tensor | float:
+def _dropout_factor(p: Tensor, mask: AttentionMask, options: Options) -> Tensor | float:
     """What dropout multiplies probabilities p [b, n, s, t] by."""
     if options.drop == 0:
         return 1.0
-    return _kept(p, mask, options, sample_ids).to(p.dtype) * (1 / (1 - options.drop))
+    return _kept(p, mask, options).to(p.dtype) * (1 / (1 - options.drop))
 
 
-def _kept(p: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None) -> Tensor:
+def _kept(p: Tensor, mask: AttentionMask, options: Options) -> Tensor:
     """Which of the probabilities p [b, n, s, t] dropout keeps (bool)."""
-    assert sample_ids is not None
+    assert options.sample_ids is not None
     n, s, t = p.shape[1:]
     at = positions(mask.q_positions, s, p.device).long()
     heads = torch.arange(options.first_head, options.first_head + n, device=p.device)
-    return keep_mask(options.key, sample_ids, heads, at, t, options.drop, mask.k_positions)
+    samples, key, drop = options.sample_ids, options.key, options.drop
+    return keep_mask(key, samples, heads, at, t, drop, mask.k_positions)
 
 
 def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,15 +196,14 @@ def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
 
-def _scores(
-    q: Tensor, k: Tensor, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor | None]:
     """(scores [b, n, s, t] in fp32 or fp64, the tanh of their soft-cap)."""
-    x = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    if softcap is None:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    x = (q @ k.transpose(-1, -2)).to(wide) * options.scale
+    if options.softcap is None:
         return x, None
-    tanh_of_x = torch.tanh(x / softcap)
-    return softcap * tanh_of_x, tanh_of_x
+    tanh_of_x = torch.tanh(x / options.softcap)
+    return options.softcap * tanh_of_x, tanh_of_x
 
 
 @jit
@@ -342,19 +335,14 @@ def forward_kernel(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    options: Options,
-    sample_ids: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Options
 ) -> tuple[Tensor, Tensor]:
     """(out [s, b, n, d], lse [b, n, s]) of q [s, b, g, m, d], k and v [t, b, g, d], by one
     launch.
     """
     (s, b, g, m, d), t = q.shape, len(k)
     out, lse = outputs(q)
-    given = runtime_arguments(q, t, mask, options, sample_ids)
+    given = runtime_arguments(q, t, mask, options)
     q, k, v = (aligned(x.flatten(1, 2)) for x in (q, k, v))
     tiles = configuration("forward", d, options, mask.causal, q.dtype, lang.capability(q.device))
     fixed = constants(d, tiles, features(mask, options))
@@ -397,8 +385,8 @@ def unsupported_heads(
     return None
 
 
-# What both operators take behind their tensors: the fields of AttentionMask, those of Options,
-# sample_ids and the backend.
+# What both operators take behind their tensors: the fields of AttentionMask, those of Options and
+# the backend.
 OTHERS = (
     "bool causal, SymInt? window, Tensor? q_positions, Tensor? k_positions, "
     "Tensor? document_starts, Tensor? by_query, Tensor? by_key, float scale, float? softcap, "
@@ -409,11 +397,9 @@ OTHERS = (
 
 @operator("flash_attention", schema=f"(Tensor[] qkv, {OTHERS}) -> (Tensor, Tensor)")
 def _flash_attention(qkv: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
-    mask, options, sample_ids, backend = _parsed(others)
-    q, k, v = by_key_head(qkv)
-    if backend != "triton":
-        return load_candidate(backend).forward(q, k, v, mask, options)
-    return forward(q, k, v, mask, options, sample_ids)
+    mask, options, backend = _parsed(others)
+    compute = forward if backend == "triton" else load_candidate(backend).forward
+    return compute(*by_key_head(qkv), mask, options)
 
 
 _flash_attention.register_fake(lambda qkv, *_: outputs(by_key_head(qkv)[0]))
@@ -432,10 +418,9 @@ def _flash_attention_backward(
     qkv: Sequence[Tensor],
     *others: Any,
 ) -> list[Tensor]:
-    mask, options, sample_ids, backend = _parsed(others)
-    if backend != "triton":
-        return load_candidate(backend).backward(dout, dlse, out, lse, qkv, mask, options)
-    return backward(dout, dlse, out, lse, qkv, mask, options, sample_ids)
+    mask, options, backend = _parsed(others)
+    differentiate = backward if backend == "triton" else load_candidate(backend).backward
+    return differentiate(dout, dlse, out, lse, qkv, mask, options)
 
 
 _flash_attention_backward.register_fake(
@@ -452,7 +437,7 @@ def _(
     qkv: Sequence[Tensor],
     *others: Any,
 ) -> list[Tensor]:
-    mask, options, _, backend = _parsed(others)
+    mask, options, backend = _parsed(others)
     if backend == "triton":
         keys = row_of_keys(qkv, mask.causal, options).numbers["N"]
     else:
@@ -497,20 +482,10 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_attention(
-    *qkv: Tensor,
-    scale: float,
-    mask: AttentionMask,
-    softcap: float | None = None,
-    drop: float = 0.0,
-    key: philox.Key = (0, 0),
-    sample_ids: Tensor | None = None,
-    first_head: int = 0,
-    deterministic: bool = True,
-    tile: int = 0,
-    backend: str = "triton",
+    *qkv: Tensor, mask: AttentionMask, backend: str = "triton", **fields: Any
 ) -> tuple[Tensor, Tensor]:
     """(out [s, b, n, d], lse [b, n, s]) as of attention_reference, by the kernels; both have
-    gradients. `backend`: triton, or one of dispatch.CANDIDATES.
+    gradients. `backend`: triton, or one of dispatch.CANDIDATES; `fields` are those of Options.
 
     Given are q, k, v, or the fused projection [s, b, g, m + 2, d] alone: each key head's m query
     heads, the key, the value. They are read where they are, and the gradient of the fused one is
@@ -521,24 +496,23 @@ def flash_attention(
         mask = attention_mask(s, t, window=..., document_starts=...)
         out, lse = flash_attention(qkv, scale=d**-0.5, mask=mask)
 
-    deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits. Raises
-    UserError where that does not exist. Candidates are deterministic all the same.
+    Raises UserError where dq cannot be added up atomically. Candidates are deterministic always.
     """
-    if not deterministic and backend == "triton":
+    options = Options(**fields)
+    if not options.deterministic and backend == "triton":
         d, arch = qkv[0].shape[-1], lang.capability(qkv[0].device)
-        if reason := unsupported_atomics(d, softcap, drop, arch):
+        if reason := unsupported_atomics(d, options.softcap, options.drop, arch):
             raise UserError(
                 f"attention that is not deterministic: {reason}; take --deterministic-mode"
             )
     assert qkv[0].ndim == (5 if len(qkv) == 1 else 4)
     q, k, v = by_key_head(qkv)
-    assert scale > 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and q.shape[3]
-    assert drop == 0 or sample_ids is not None
+    assert options.scale > 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and q.shape[3]
+    assert options.drop == 0 or options.sample_ids is not None
     assert mask.by_query is not None or (
         mask.q_positions is None and mask.document_starts is None
     ), "make the mask with attention_mask()"
-    options = Options(scale, softcap, drop, key, first_head, deterministic, tile)
-    others = _arguments(mask, options, sample_ids, backend)
+    others = _arguments(mask, options, backend)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return torch.ops.megatron.flash_attention(list(qkv), *others)
     return _FlashAttention.apply(others, *qkv)
@@ -553,26 +527,23 @@ def flash_attention_backward(
     v: Tensor,
     mask: AttentionMask,
     options: Options,
-    sample_ids: Tensor | None = None,
     backend: str = "triton",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As attention_reference_backward, by the kernels."""
-    arguments = _arguments(mask, options, sample_ids, backend)
+    arguments = _arguments(mask, options, backend)
     dq, dk, dv = torch.ops.megatron.flash_attention_backward(
         dout, None, out, lse.contiguous(), [q, k, v], *arguments
     )
     return dq, dk, dv
 
 
-def _arguments(
-    mask: AttentionMask, options: Options, sample_ids: Tensor | None, backend: str
-) -> tuple[Any, ...]:
+def _arguments(mask: AttentionMask, options: Options, backend: str) -> tuple[Any, ...]:
     """What both operators take behind their tensors, in the order of OTHERS."""
-    return *vars(mask).values(), *vars(options).values(), sample_ids, backend
+    return *vars(mask).values(), *vars(options).values(), backend
 
 
-def _parsed(others: Sequence[Any]) -> tuple[AttentionMask, Options, Tensor | None, str]:
+def _parsed(others: Sequence[Any]) -> tuple[AttentionMask, Options, str]:
     """What `_arguments` was given."""
     count = len(vars(AttentionMask()))
-    *fields, sample_ids, backend = others
-    return AttentionMask(*fields[:count]), Options(*fields[count:]), sample_ids, backend
+    *fields, backend = others
+    return AttentionMask(*fields[:count]), Options(*fields[count:]), backend

@@ -499,7 +499,6 @@ def backward(
     qkv: Sequence[Tensor],
     mask: AttentionMask,
     options: Options,
-    sample_ids: Tensor | None,
 ) -> list[Tensor]:
     """Gradients of qkv, three tensors or one, from those of out [s, b, n, d] and lse [b, n, s]: one
     launch to prepare, one for dk and dv, one more for dq when deterministic.
@@ -507,7 +506,7 @@ def backward(
     q, k, _ = by_key_head(qkv)
     row = row_of_keys(qkv, mask.causal, options)
     tensors = allocate(dout, out, lse, qkv, row.numbers["N"], options.deterministic)
-    given = runtime_arguments(q, len(k), mask, options, sample_ids) | prepare(tensors, lse, dlse)
+    given = runtime_arguments(q, len(k), mask, options) | prepare(tensors, lse, dlse)
     compiled_in = features(mask, options)
     _launch_dkv(tensors, row, compiled_in, given | {"table": mask.by_key})
     if tensors.dq_sum is None:

@@ -29,15 +29,17 @@ RUNTIME = "s t padded heads group members section first_head k0 k1 threshold".sp
 
 @dataclass(frozen=True)
 class Options:
-    """The numbers of a call; `tile` is 0 but in tests."""
+    """What a call computes apart from its mask; `tile` is 0 but in tests."""
 
     scale: float
     softcap: float | None = None
     drop: float = 0.0
     key: tuple[int, int] = (0, 0)
     first_head: int = 0
+    # Adds up dq in one order, else atomically: faster, but equal runs give unequal last bits.
     deterministic: bool = True
     tile: int = 0
+    sample_ids: Tensor | None = None  # [b], where probabilities are dropped
 
 
 def table_key(d: int, options: Options, causal: bool) -> dict[str, Any]:
@@ -141,9 +143,7 @@ def section(length: int, d: int, dtype: torch.dtype, heads: int = 1) -> int:
     return max(1, L2_BYTES // (2 * length * d * dtype.itemsize)) * heads
 
 
-def runtime_arguments(
-    q: Tensor, t: int, mask: AttentionMask, options: Options, sample_ids: Tensor | None
-) -> dict[str, Any]:
+def runtime_arguments(q: Tensor, t: int, mask: AttentionMask, options: Options) -> dict[str, Any]:
     """The arguments that all kernels take and that are not compiled in, for queries [s, b, g, m, d]
     of t keys.
     """
@@ -152,7 +152,7 @@ def runtime_arguments(
         "q_positions": mask.q_positions,
         "k_positions": mask.k_positions,
         "starts": mask.document_starts,
-        "samples": sample_ids,
+        "samples": options.sample_ids,
         "s": s,
         "t": t,
         "heads": g * m,

@@ -112,13 +112,12 @@ queries see the key that follows | llama
     q, k, v = (x.permute( => late = torch.arange(len(q), dtype=torch.int32) + 1
         import dataclasses; mask = dataclasses.replace(mask, q_positions=late)
         q, k, v = (x.permute(
-= megatron/model/attention/attention.py CoreAttention._by_kernels
+= megatron/model/attention/attention.py CoreAttention.__init__
 the cap of scores ignored | caps-zloss
-    settings = self.settings => settings = self.settings | {"softcap": None}
+    "softcap": config.attn_logit_softcapping => "softcap": None
 scores not divided by their cap | caps-zloss
-    settings = self.settings =>
-        scale = self.settings["scale"] * (self.settings["softcap"] or 1.0)
-        settings = self.settings | {"scale": scale}
+    "scale": config.softmax_scale =>
+        "scale": config.softmax_scale * (config.attn_logit_softcapping or 1.0)
 = megatron/model/attention/attention.py SelfAttention.project
 keys normed by the queries' weight | llama-gqa-qknorm-window
     self.q_norm(q), self.k_norm(k) => self.q_norm(q), self.q_norm(k)
@@ -140,10 +139,10 @@ an end of document that belongs to the next one | documents
         np.where(tokens == self.eod, np.arange(tokens.shape[1]), 0), axis=1).astype(np.int32)
 = kernels/attention.py attention_reference
 weights that dropout keeps not scaled up | gpt-dropout
-    * (1 / (1 - drop)) =>
+    * (1 / (1 - options.drop)) =>
 = kernels/attention.py _kept
 one dropout mask for all heads | gpt-dropout
-    sample_ids, heads, at, => sample_ids, heads * 0, at,
+    samples, heads, at, => samples, heads * 0, at,
 = megatron/model/dropout.py Dropout.__init__
 one dropout mask for all layers | gpt-dropout
     philox.key(seed, *names) =>

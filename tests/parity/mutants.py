@@ -126,7 +126,7 @@ a rank's virtual stages in the wrong order | dropout pp3 interleaved v2
     if rank == groups.pp.rank) => if rank == groups.pp.rank)[:: -1 if groups.pp.rank == 1 else 1]
 = megatron/model/gpt.py GPTModel.__init__
 layers numbered from 0 on every stage | dropout pp2 1f1b
-    (config, seed, i, tp, cp, ep) => (config, seed, i - stage.layers.start, tp)
+    (config, seed, i, parallel) => (config, seed, i - stage.layers.start, parallel)
 = megatron/model/layer.py TransformerLayer.__init__
 the final norm in the layer before | m5 pp2 1f1b
     if record.last else => if index == config.num_layers - 2 else

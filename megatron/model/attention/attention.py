@@ -201,9 +201,9 @@ class CoreAttention(nn.Module):
             "scale": config.softmax_scale,
             "softcap": config.attn_logit_softcapping,
             "first_head": first_head,
+            # of our kernels' sum of dq; torch's follow torch.use_deterministic_algorithms
+            "deterministic": config.deterministic_mode,
         }
-        # of our kernels' sum of dq; torch's follow torch.use_deterministic_algorithms
-        self.deterministic = config.deterministic_mode
 
     def forward(self, *qkv: Tensor, seen: Seen, dropout_state: DropoutState | None) -> Tensor:
         """`dropout_state`: None in evaluation."""
@@ -220,8 +220,12 @@ class CoreAttention(nn.Module):
                 qkv = q, *gather_keys(k, v, seen.places, self.cp.axis)
             if backend in SDPA:
                 out = fused_attention(*qkv, seen.mask, self.settings["scale"])
+            elif backend == "plain":
+                options = self._options(dropout_state, backend)
+                out, _ = attention_reference(*qkv, mask=seen.mask, **options)
             else:
-                out = self._by_kernels(qkv, seen.mask, dropout_state, backend)
+                options = self._options(dropout_state, backend)
+                out, _ = flash_attention(*qkv, mask=seen.mask, backend=backend, **options)
         if axis.size > 1:  # and back
             out = sequence_for_heads(out, axis)
         # [s, b, n, d] -> [s, b, n d]; latent attention fills values with zeros to the keys' width
@@ -229,32 +233,16 @@ class CoreAttention(nn.Module):
             out = out[..., : self.value_width]
         return out.flatten(2)
 
-    def _by_kernels(
-        self,
-        qkv: tuple[Tensor, ...],
-        mask: AttentionMask,
-        dropout_state: DropoutState | None,
-        backend: str,
-    ) -> Tensor:
-        """Attention by our kernels, or by its definition in plain operations."""
-        settings = self.settings | self._dropped(dropout_state, backend)
-        if backend == "plain":
-            out, _ = attention_reference(*qkv, mask=mask, **settings)
-        else:
-            out, _ = flash_attention(
-                *qkv, mask=mask, **settings, deterministic=self.deterministic, backend=backend
-            )
-        return out
-
-    def _dropped(self, dropout_state: DropoutState | None, backend: str) -> dict[str, Any]:
-        """How probabilities are dropped; nothing where they are not."""
+    def _options(self, dropout_state: DropoutState | None, backend: str) -> dict[str, Any]:
+        """The fields of Options, with those of dropout where probabilities are dropped."""
         dropout = self.dropout
         if dropout is None or dropout_state is None:
-            return {}
+            return self.settings
         # The kernels take the key as numbers; the definition also takes tensors, which
         # --torch-compile needs.
         key = dropout.key if backend in OURS else dropout.words
-        return {"drop": dropout.probability, "key": key, "sample_ids": dropout_state.sample_ids}
+        samples = dropout_state.sample_ids
+        return self.settings | {"drop": dropout.probability, "key": key, "sample_ids": samples}
 
     def _by_blocks(
         self,
@@ -267,12 +255,9 @@ class CoreAttention(nn.Module):
         q, k, v = qkv
         if q.is_cuda and backend in SDPA:  # which gives no log-sum-exp there
             backend = "plain"
-        dropped = self._dropped(dropout_state, backend)
-        samples = dropped.pop("sample_ids", None)
-        options = Options(**self.settings, **dropped, deterministic=self.deterministic)
         # Steps are joined by their log-sum-exp; each is one call of the backend, forward and
         # backward.
-        block = BlockAttention(backend, options, samples)
+        block = BlockAttention(backend, Options(**self._options(dropout_state, backend)))
         if self.cp.gathers:
             return GatheredAttention.apply(q, k, v, steps, block, self.cp.axis)
         return RingAttention.apply(q, k, v, steps, block, self.cp.ring)

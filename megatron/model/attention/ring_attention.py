@@ -123,19 +123,16 @@ class BlockAttention:
 
     backend: str
     options: Options
-    sample_ids: Tensor | None = None  # [b], with dropout
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) over this block alone; of rows that see none of its keys 0 and -inf."""
-        options = {**vars(self.options), "mask": mask, "sample_ids": self.sample_ids}
         if self.backend == "plain":
-            for of_kernels in ("deterministic", "tile"):
-                del options[of_kernels]
-            return attention_reference(q, k, v, **options)
+            return attention_reference(q, k, v, mask=mask, **vars(self.options))
         if self.backend != "sdpa":
-            return flash_attention(q, k, v, **options, backend=self.backend)
+            fields = vars(self.options)
+            return flash_attention(q, k, v, mask=mask, backend=self.backend, **fields)
 
         # on CPUs alone: on a GPU torch's kernels return no lse
         q, k, v = _by_head(q, k, v)
@@ -169,7 +166,7 @@ class BlockAttention:
             dq, dk, dv = (x.permute(2, 0, 1, 3) for x in gradients)
             return dq, dk, dv
         # Dropout masks are functions of positions: the backward pass draws them again.
-        given = dout, out, lse, q, k, v, mask, self.options, self.sample_ids
+        given = dout, out, lse, q, k, v, mask, self.options
         if self.backend == "plain":
             return attention_reference_backward(*given)
         return flash_attention_backward(*given, backend=self.backend)

@@ -58,7 +58,7 @@ def run(case: str, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, li
     steps = ring_steps(
         places, axis.rank, masked.get("window"), starts, by_positions="drop" in options
     )
-    block = BlockAttention(backend, Options(0.3, **options), SAMPLES)
+    block = BlockAttention(backend, Options(0.3, **options, sample_ids=SAMPLES))
     out = RingAttention.apply(q, k, v, steps, block, axis)
     out.backward(dout)
     return own, [out.detach(), q.grad, k.grad, v.grad]
