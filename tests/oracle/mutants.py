@@ -471,7 +471,8 @@ embedding and head at the rate of all else | decoupled-tied
     rates.decoupled if each.decoupled_lr else rates.base => rates.base
 = megatron/model/layer.py TransformerLayer._learned_positions
 learned positions at the rate of the word embedding | decoupled-tied
-    grad_sum=grad_sum => grad_sum=grad_sum, multipliers=Multipliers(decoupled_lr=True)
+    **whole_on_every_rank(tp) =>
+        **whole_on_every_rank(tp), multipliers=Multipliers(decoupled_lr=True)
 = megatron/model/layer.py vocabulary_matrix
 an untied head at the rate of all else | decoupled-untied-resume
     Multipliers(decoupled_lr=True) => Multipliers(decoupled_lr=not head)
