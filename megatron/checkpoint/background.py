@@ -17,9 +17,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 PDEATHSIG = 1  # prctl: a signal for when the parent dies
 NICE = 10  # training comes first
-Waves = Callable[[int], Iterator[memoryview]]  # the next bytes of the trainer
 
 
 class Background:
@@ -96,11 +94,9 @@ class Background:
 
     def _gone(self) -> CheckpointError:
         code = self.process.wait()
-        why = (
-            f"was killed by signal {-code} ({signal.Signals(-code).name})"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        why = f"ended with exit code {code}"
+        if code < 0:
+            why = f"was killed by signal {-code} ({signal.Signals(-code).name})"
         if code == -signal.SIGKILL:
             why += "; when that was for lack of memory, give --async-save-host-memory"
         return CheckpointError(f"the process that writes checkpoints {why}")
@@ -119,10 +115,15 @@ def serve(descriptor: int, pipe: int) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[_TrainerLog(trainer)])
     _send(trainer, {"result": "here"})
     with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view, suppress(EOFError):
-        waves = partial(_waves, view, trainer)
         while True:
             command = json.loads(trainer.recv_bytes())
-            _send(trainer, _outcome(command, waves))
+            try:
+                answer = {"result": _carry_out(command, view, trainer)}
+            except CheckpointError as error:
+                answer = {"error": str(error)}
+            except (OSError, MemoryError) as error:
+                answer = {"error": not_saved(Path(command["root"]), command["iteration"], error)}
+            _send(trainer, answer)
 
 
 def _send(trainer: Connection, answer: JsonObject) -> None:
@@ -143,48 +144,34 @@ class _TrainerLog(logging.Handler):
         _send(self.trainer, {"log": [record.levelno, record.getMessage()]})
 
 
-def _outcome(command: JsonObject, waves: Waves) -> JsonObject:
-    try:
-        return {"result": WORK[command["do"]](command, waves)}
-    except CheckpointError as error:
-        return {"error": str(error)}
-    except (OSError, MemoryError) as error:
-        return {"error": not_saved(Path(command["root"]), command["iteration"], error)}
-
-
-def _write(command: JsonObject, waves: Waves) -> JsonObject:
-    data = waves(command["bytes"])
-    first = next(data)
-    header, rest = bytes(first[: command["header"]]), first[command["header"] :]
-    return _write_shard(command, header, chain([rest], data), command["bytes"])
-
-
-def _copy(command: JsonObject, waves: Waves) -> JsonObject:
-    """Write a shard that lies in a local folder. Raises CheckpointError when it is not what
-    `record`, its entry in a manifest, specifies.
+def _carry_out(command: JsonObject, memory: memoryview, trainer: Connection) -> JsonObject | None:
+    """Commit a checkpoint, or write a shard from the trainer's `memory` or as a copy of one in a
+    local folder; returns the shard's entry in the manifest. Raises CheckpointError, also for a copy
+    that is not what `record`, its entry in a manifest, specifies.
     """
-    record = command["record"]
-    what = f"the local copy of {shard_file(command['index'])}"
+    root, folder, iteration = Path(command["root"]), Path(command["folder"]), command["iteration"]
+    if command["do"] == "commit":
+        what = (command[key] for key in ("attempt", "shards", "state", "before"))
+        commit(root, folder, iteration, *what)
+        retire(root, Policy(**command["retention"]), iteration)
+        return None
+
+    index, size = command["index"], command["bytes"]
+    progress = WriteProgress(iteration, size, command["rate"])
+    options = {"verify": command["verify"], "progress": progress}
+    if command["do"] == "write":
+        waves = _waves(memory, trainer, size)
+        first = next(waves)
+        header, rest = bytes(first[: command["header"]]), first[command["header"] :]
+        return write_shard_file(folder, index, header, chain([rest], waves), **options)
+
+    what = f"the local copy of {shard_file(index)}"
     with open(command["source"], "rb", buffering=0) as file:
         pieces = (memoryview(piece) for piece in iter(lambda: file.read(m.CHUNK), b""))
-        header, data = split_header(pieces, what)
-        written = _write_shard(command, header, data, record["bytes"])
-    if not written.items() <= record.items():
+        written = write_shard_file(folder, index, *split_header(pieces, what), **options)
+    if not written.items() <= command["record"].items():
         raise CheckpointError(f"{what} is damaged: its bytes are not those that were written")
     return written
-
-
-def _write_shard(
-    command: JsonObject, header: bytes, data: Iterable[memoryview], size: int
-) -> JsonObject:
-    return write_shard_file(
-        Path(command["folder"]),
-        command["index"],
-        header,
-        data,
-        verify=command["verify"],
-        progress=WriteProgress(command["iteration"], size, command["rate"]),
-    )
 
 
 def _waves(memory: memoryview, trainer: Connection, size: int) -> Iterator[memoryview]:
@@ -198,13 +185,3 @@ def _waves(memory: memoryview, trainer: Connection, size: int) -> Iterator[memor
         if size == 0:
             return
         _send(trainer, {"taken": count})
-
-
-def _commit(command: JsonObject, waves: Waves) -> None:
-    root, iteration = Path(command["root"]), command["iteration"]
-    what = (command[key] for key in ("attempt", "shards", "state", "before"))
-    commit(root, Path(command["folder"]), iteration, *what)
-    retire(root, Policy(**command["retention"]), iteration)
-
-
-WORK = {"write": _write, "copy": _copy, "commit": _commit}

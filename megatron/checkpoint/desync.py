@@ -55,17 +55,27 @@ class DesyncCheck:
         not the same bits. All ranks call this together.
         """
         values = [total.to(ranks.device) for total in self.sums.values()]
-        sums = dict(zip(self.sums, torch.stack(values).tolist())) if values else {}
+        sums = list(zip(self.sums, torch.stack(values).tolist())) if values else []
 
         # Two rounds: a digest of each comparison first, those of its tensors only if it fails.
         totals: dict[Key, list[int]] = defaultdict(list)
-        for key, total in sums.items():
+        for key, total in sums:
             totals[key._replace(tensor="")].append(total)
         combined = [(key, chunk_digest(str(all_).encode()).hex()) for key, all_ in totals.items()]
         failed = differences(ranks.gather_or_raise(lambda: combined))
-        if failed:
-            lines = [pair for pair in sums.items() if pair[0]._replace(tensor="") in failed]
-            raise CheckpointError(explain(differences(ranks.gather_or_raise(lambda: lines))))
+        if not failed:
+            return
+        lines = [(key, total) for key, total in sums if key._replace(tensor="") in failed]
+        differing = [
+            f"{key.tensor} differs between {' and '.join(map(name_ranks, groups))}"
+            for key, groups in differences(ranks.gather_or_raise(lambda: lines)).items()
+        ]
+        raise CheckpointError(
+            f"replicas have diverged: {some(differing, MAX_NAMED, '; ')}. These ranks no longer "
+            "train the same model: a fault of memory or of a device, or an operation that is not "
+            "deterministic. Resume from an older checkpoint; where one group is smaller, without "
+            "its machine"
+        )
 
 
 def differences(gathered: list[list]) -> dict[Key, list[list[int]]]:
@@ -81,19 +91,6 @@ def differences(gathered: list[list]) -> dict[Key, list[list[int]]]:
         for key, values in found.items()
         if len(values) > 1
     }
-
-
-def explain(differing: dict[Key, list[list[int]]]) -> str:
-    """The error of all ranks."""
-    lines = [
-        f"{key.tensor} differs between {' and '.join(map(name_ranks, groups))}"
-        for key, groups in differing.items()
-    ]
-    return (
-        f"replicas have diverged: {some(lines, MAX_NAMED, '; ')}. These ranks no longer train the "
-        "same model: a fault of memory or of a device, or an operation that is not deterministic. "
-        "Resume from an older checkpoint; where one group is smaller, without its machine"
-    )
 
 
 def shared_parts(optimizer: Optimizer) -> Iterator[tuple[Key, Tensor]]:

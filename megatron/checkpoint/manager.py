@@ -263,7 +263,8 @@ class CheckpointManager:
             # open, for it may be removed in the local tier before it has been copied
             shard = self.opened.enter_context(open(path, "rb"))
             source = f"/proc/{os.getpid()}/fd/{shard.fileno()}"
-            self._send(attempt, "copy", options | {"source": source, "record": record})
+            copied = {"source": source, "record": record, "bytes": record["bytes"]}
+            self._send(attempt, "copy", options | copied)
             return
         pairs = in_file_order(pairs)
         header = shard_header(pairs, attempt.index, attempt.shards, attempt.iteration)
