@@ -230,7 +230,7 @@ class Index:
         if seen.hex() != content["head"]:
             raise CheckpointError(
                 f"{self.path}: the checkpoint that rank 0 found there is not seen from here: "
-                "is --load on a file system that all nodes share?"
+                "--load must be on a file system that all nodes share"
             )
         for number, record in enumerate(self.manifest["shards"]):
             lies = content["shards"][number]  # data_start, chunk

@@ -1,16 +1,16 @@
 """Find and read checkpoints: any box of any tensor, reading and verifying only the chunks that hold
-it (docs/checkpoint.md). Opening verifies all but the tensor data (index.py).
+its rows (docs/checkpoint.md). Opening verifies all but the tensor data (index.py).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from megatron.checkpoint.manifest import (
     list_iterations,
 )
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
+from megatron.config.errors import UserError
 from megatron.config.input_files import InputError, open_regular
 from megatron.model.spec import Box
 
@@ -59,22 +60,23 @@ def open_checkpoint(
     # The first rank decides which ones come into question, whatever appears in the meantime.
     root = Path(root)
     iterations = ranks.from_first(lambda: _candidates(root, step))
-    for iteration in iterations:
-        path = root / iteration_folder(iteration)
-        others = [each for each in iterations if each < iteration]
-        checkpoint, fault = _open_together(path, ranks, verify=older)
-        if fault is None:
-            if ranks.first and step is None and iteration == iterations[0]:
-                _compare_tracker(root, path)
-            return checkpoint
-        if not older or not others:
-            fix = ranks.from_first(lambda: _instead(root, others))
-            ranks.refuse(CheckpointError(f"{fault}. {path.name} cannot be loaded; {fix}."))
-        if ranks.first:
-            logger.warning(
-                f"{fault}. {path.name} CANNOT BE LOADED; an older checkpoint is "
-                "taken instead (--allow-older-checkpoint)"
-            )
+    for place, iteration in enumerate(iterations):
+        path, others = root / iteration_folder(iteration), iterations[place + 1 :]
+        try:
+            checkpoint = _open_together(path, ranks, verify=older)
+        except UserError as error:
+            if not older or not others:
+                fix = ranks.from_first(lambda: _instead(root, others))
+                ranks.refuse(CheckpointError(f"{error}. {path.name} cannot be loaded; {fix}."))
+            if ranks.first:
+                logger.warning(
+                    f"{error}. {path.name} CANNOT BE LOADED; an older checkpoint is "
+                    "taken instead (--allow-older-checkpoint)"
+                )
+            continue
+        if ranks.first and step is None and place == 0:
+            _compare_tracker(root, path)
+        return checkpoint
     return None
 
 
@@ -103,9 +105,9 @@ def _candidates(root: Path, step: int | None) -> list[int]:
     return iterations[iterations.index(step) :]
 
 
-def _open_together(path: Path, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, str | None]:
-    """(the checkpoint, None), or (None, what is wrong with it). With `verify` every byte is read,
-    each rank its part.
+def _open_together(path: Path, ranks: Ranks, verify: bool) -> Checkpoint:
+    """The checkpoint, which the first rank opens for all. With `verify` every byte is read, each
+    rank its part. Raises UserError, the same on every rank.
     """
     opened: list[Checkpoint] = []
     encoded: list[bytes] = []
@@ -114,24 +116,13 @@ def _open_together(path: Path, ranks: Ranks, verify: bool) -> tuple[Checkpoint |
         opened.append(Checkpoint(path))
         encoded.append(opened[0].encode() if ranks.world.size > 1 else b"")
 
-    fault = ranks.from_first(lambda: _fault(open_and_encode))
-    if fault is None:
-        known = ranks.share(b"".join(encoded))
-        ranks.gather_or_raise(lambda: None if opened else opened.append(Checkpoint(path, known)))
-    if fault is None and verify:
+    ranks.from_first(open_and_encode)
+    known = ranks.share(b"".join(encoded))
+    ranks.gather_or_raise(lambda: None if opened else opened.append(Checkpoint(path, known)))
+    if verify:
         part = ranks.world.rank, ranks.world.size
-        faults = ranks.gather_or_raise(lambda: _fault(lambda: opened[0].verify(part=part)))
-        fault = next(filter(None, faults), None)
-    return (opened[0], None) if fault is None else (None, fault)
-
-
-def _fault(part: Callable[[], Any]) -> str | None:
-    """The message of the CheckpointError that `part` raises; None when it raises none."""
-    try:
-        part()
-    except CheckpointError as error:
-        return str(error)
-    return None
+        ranks.gather_or_raise(lambda: opened[0].verify(part=part))
+    return opened[0]
 
 
 def _instead(root: Path, iterations: list[int]) -> str:

@@ -323,7 +323,7 @@ def test_damage_that_one_rank_reads_ends_all_with_one_error_or_all_take_the_olde
         start,
         (*arguments, "--load", str(tmp_path), "--allow-older-checkpoint", "--exit-interval", "4"),
     )
-    assert f"warning: {shard}: damaged: bytes " in first
+    assert f"warning: rank 1: {shard}: damaged: bytes " in first
     assert "iter_0000006 CANNOT BE LOADED" in first
     assert "iteration 3; resumes bit for bit" in first and first.endswith("exit code 0")
     assert "warning" not in second
