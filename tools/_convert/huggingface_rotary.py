@@ -21,9 +21,44 @@ REASONS = {
 }
 
 
+# By kind of scaling: a field of theirs -> ours, and what an import takes where theirs is missing.
+_STRETCH: dict[str, tuple[str, float | None]] = {
+    "factor": ("rope_scaling_factor", None),
+    "original_max_position_embeddings": ("rope_original_max_position_embeddings", None),
+}
+SCALINGS: dict[str, dict[str, tuple[str, float | None]]] = {
+    "default": {},
+    "linear": {"factor": ("rotary_seq_len_interpolation_factor", None)},
+    "llama3": _STRETCH
+    | {
+        "low_freq_factor": ("rope_low_freq_factor", None),
+        "high_freq_factor": ("rope_high_freq_factor", None),
+    },
+    "yarn": _STRETCH
+    | {"beta_fast": ("yarn_beta_fast", 32.0), "beta_slow": ("yarn_beta_slow", 1.0)},
+}
+# what ModelConfig derives of a field that may be None
+_DERIVED = {
+    "rope_scaling_factor": "rope_factor",
+    "rope_original_max_position_embeddings": "rope_original_length",
+}
+
+
 def their_rotary(family: Family, model: ModelConfig) -> JsonObject:
     """`rope_parameters` and the older fields of a resolved `model`."""
-    scaling = _their_scaling(family, model)
+    kind = "default"
+    if model.rotary_seq_len_interpolation_factor is not None:
+        kind = "linear"
+    elif model.use_rope_scaling:
+        kind = "llama3"
+    elif model.position_embedding_type == "yarn":
+        kind = "yarn"
+    scaling: JsonObject = {"rope_type": kind} | {
+        theirs: getattr(model, _DERIVED.get(ours, ours))
+        for theirs, (ours, _) in SCALINGS[kind].items()
+    }
+    if kind == "yarn" and family.latent:
+        scaling |= {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
     share = {} if family.partial is None else {"partial_rotary_factor": model.rotary_percent}
     config: JsonObject = {
         "rope_parameters": scaling | {"rope_theta": model.rotary_base} | share,
@@ -31,33 +66,9 @@ def their_rotary(family: Family, model: ModelConfig) -> JsonObject:
     }
     if family.partial is not None:
         config[family.partial] = model.rotary_percent
-    if scaling["rope_type"] != "default":
+    if kind != "default":
         config["rope_scaling"] = scaling | share
     return config
-
-
-def _their_scaling(family: Family, model: ModelConfig) -> JsonObject:
-    if model.rotary_seq_len_interpolation_factor is not None:
-        return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
-    stretch = {
-        "factor": model.rope_factor,
-        "original_max_position_embeddings": model.rope_original_length,
-    }
-    if model.use_rope_scaling:
-        return stretch | {
-            "rope_type": "llama3",
-            "low_freq_factor": model.rope_low_freq_factor,
-            "high_freq_factor": model.rope_high_freq_factor,
-        }
-    if model.position_embedding_type == "yarn":
-        latent = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
-        return stretch | {
-            "rope_type": "yarn",
-            "beta_fast": model.yarn_beta_fast,
-            "beta_slow": model.yarn_beta_slow,
-            **(latent if family.latent else {}),
-        }
-    return {"rope_type": "default"}
 
 
 def our_rotary(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
@@ -70,31 +81,18 @@ def our_rotary(family: Family, config: JsonObject, faults: list[str]) -> JsonObj
         faults.append(f"rope_type {kind!r} ({reason}known: {', '.join(known)})")
     base = scaling.get("rope_theta", _first(config.get(family.base), _default(family, family.base)))
     fields: JsonObject = {
-        "position_embedding_type": "rope",
+        "position_embedding_type": "yarn" if kind == "yarn" else "rope",
         "rotary_base": float(base),
         "rotary_percent": _our_share(family, config, scaling, faults),
     }
-    longest = config["max_position_embeddings"]
-    original = scaling.get("original_max_position_embeddings", longest)
-    if kind == "linear":
-        fields["rotary_seq_len_interpolation_factor"] = float(scaling["factor"])
-    elif kind == "llama3":
-        fields |= {
-            "use_rope_scaling": True,
-            "rope_scaling_factor": float(scaling["factor"]),
-            "rope_original_max_position_embeddings": original,
-            "rope_low_freq_factor": float(scaling["low_freq_factor"]),
-            "rope_high_freq_factor": float(scaling["high_freq_factor"]),
-        }
+    scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    for theirs, (ours, default) in SCALINGS.get(kind, {}).items():
+        value = scaling[theirs] if default is None else scaling.get(theirs, default)
+        fields[ours] = value if theirs.startswith("original") else float(value)
+    if kind == "llama3":
+        fields["use_rope_scaling"] = True
     elif kind == "yarn":
-        fields |= {
-            "position_embedding_type": "yarn",
-            "rope_scaling_factor": float(scaling["factor"]),
-            "rope_original_max_position_embeddings": original,
-            "yarn_beta_fast": float(scaling.get("beta_fast", 32.0)),
-            "yarn_beta_slow": float(scaling.get("beta_slow", 1.0)),
-            **_our_mscale(family, scaling, faults),
-        }
+        fields |= _our_mscale(family, scaling, faults)
     return fields
 
 

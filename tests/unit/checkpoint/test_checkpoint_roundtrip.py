@@ -158,22 +158,6 @@ def test_any_boxes_resharded_to_any_boxes(tmp_path, seed):
                 assert checkpoint.fetcher.bytes_read == needed_chunks(checkpoint, box)
 
 
-def test_reading_everything_in_order_reads_each_chunk_once(tmp_path):
-    path = save_checkpoint(tmp_path, 1, pairs(example()), {})
-    with Checkpoint(path) as checkpoint:
-        checkpoint.read_all((box, torch.zeros_like(each)) for box, each in pairs(example()))
-        assert checkpoint.fetcher.bytes_read == checkpoint.shards[0].data_bytes
-
-
-def test_values_are_converted_to_the_destination(tmp_path):
-    w = torch.randn(9, 4, dtype=torch.float64)
-    path = save_checkpoint(tmp_path, 1, pairs({"w": w}), {})
-    into = torch.empty(9, 4, dtype=torch.bfloat16, requires_grad=True)
-    with Checkpoint(path) as checkpoint:
-        checkpoint.read(whole("w", w), into)
-    assert same_bits(into.detach(), w.to(torch.bfloat16))
-
-
 def test_wrong_names_and_shapes_are_refused(tmp_path):
     path = save_checkpoint(tmp_path, 1, pairs({"w": torch.zeros(4, 2)}), {})
     with Checkpoint(path) as checkpoint:

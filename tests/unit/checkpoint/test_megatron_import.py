@@ -289,11 +289,8 @@ def test_poison_is_refused_by_name_and_does_nothing(theirs, tmp_path, where, way
 HAND_MADE = [
     b"cos\nsystem\n(S'touch %s'\ntR.",
     b"\x80\x02cos\nsystem\n(X\x0b\x00\x00\x00touch /nonetR.",
-    b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
     b"\x80\x02ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.",  # the state of a class
-    b"\x80\x02}(ctorch\nSize\n)R)R.",
     b"\x80\x02K\x01K\x02R.",
-    b"\x80\x02K\x01",
     b"\x80\x02Q.",
 ]
 

@@ -59,47 +59,17 @@ def _rows(feature: str, pairs: str) -> list[Row]:
 
 
 TABLE = [
-    *_rows(
-        "mqa-fp64",
-        (
-            "one>tp2 tp2>tp2sp tp2sp>dp2 dp2>tp4sp tp4sp>tp2dp2 tp2dp2>one one>pp2 pp2>tp2 "
-            "dp2>pp4 pp4>pp2dp2 pp2v2>one pp2zbv>tp2sppp2"
-        ),
-    ),
-    *_rows("mqa-fp64", "one>cp2 cp2>tp2sp cp2dp2>one dp2zero2>cp2dp2zero2 cp2dp2zero2>cp2"),
-    *_rows("mqa-fp64", "dp2zero2>pp2dp2zero2 dp2>dp2zero3 pp2zbv>dp4zero3shard2"),
-    *_rows(
-        "untied-fp64",
-        "pp2>tp2 tp2sp>pp2zbv pp2v2>one tp2sppp2>pp4 dp4zero3shard2>tp2 pp2dp2zero2>dp2zero1",
-    ),
-    *_rows(
-        "mqa-fp64",
-        (
-            "tp4sp>tp4sp pp4>pp4 pp2v2>pp2v2 pp2zbv>pp2zbv dp2zero3>dp2zero3 "
-            "dp4zero3shard2>dp4zero3shard2"
-        ),
-    ),
+    *_rows("mqa-fp64", "one>tp2 tp2sp>dp2 dp2>tp4sp pp2>tp2 dp2>pp4 pp2v2>one pp2zbv>tp2sppp2"),
+    *_rows("mqa-fp64", "one>cp2 cp2>tp2sp dp2zero2>cp2dp2zero2 dp2>dp2zero3 pp2zbv>dp4zero3shard2"),
+    *_rows("untied-fp64", "tp2sp>pp2zbv tp2sppp2>pp4 dp4zero3shard2>tp2 pp2dp2zero2>dp2zero1"),
+    # the same layout
+    *_rows("mqa-fp64", "tp4sp>tp4sp pp4>pp4 pp2v2>pp2v2 pp2zbv>pp2zbv dp2zero3>dp2zero3"),
     *_rows("untied-fp64", "tp2sppp2>tp2sppp2 pp2dp2zero2>pp2dp2zero2"),
-    *_rows(
-        "gqa-fp16",
-        (
-            "tp2>dp2zero2 tp4sp>pp2 pp2zbv>dp2zero1 dp4zero3shard2>pp2v2 one>tp2dp2 "
-            "dp2zero3>dp2zero3 tp2sppp2>tp2sppp2"
-        ),
-    ),
-    *_rows(
-        "ramp-fp64",
-        "pp2v2>dp2zero2 dp2zero1>tp2sp dp2zero3>pp2zbv tp2dp2>pp4 dp4zero3shard2>dp4zero3shard2",
-    ),
-    *_rows("ledger-fp64", "dp2>tp2sp tp4sp>dp2zero3 pp4>one pp2dp2>dp2zero1 dp2zero2>dp2zero2"),
-    *_rows(
-        "moe-fp64",
-        (
-            "dp4ep4>dp4ep4 dp4ep2zero3>dp4ep2zero3 dp4ep4>one dp4ep4>dp2ep2 dp4ep4>tp2spep2 "
-            "dp4ep4>pp2dp2ep2zero2 one>dp4ep2zero3 dp4ep2zero3>dp4ep4 dp4ep2zero3>tp2spdp2ep2 "
-            "one>dp4ep2zero1"
-        ),
-    ),
+    *_rows("gqa-fp16", "tp2>dp2zero2 dp4zero3shard2>pp2v2 dp2zero3>dp2zero3 tp2sppp2>tp2sppp2"),
+    *_rows("ramp-fp64", "pp2v2>dp2zero2 dp2zero1>tp2sp dp4zero3shard2>dp4zero3shard2"),
+    *_rows("ledger-fp64", "dp2>tp2sp tp4sp>dp2zero3 pp4>one dp2zero2>dp2zero2"),
+    *_rows("moe-fp64", "dp4ep4>dp4ep4 dp4ep2zero3>dp4ep2zero3 dp4ep4>tp2spep2"),
+    *_rows("moe-fp64", "dp4ep4>pp2dp2ep2zero2 dp4ep2zero3>tp2spdp2ep2 one>dp4ep2zero1"),
 ]
 
 
