@@ -27,6 +27,7 @@ from megatron.model.arithmetic import (
 )
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.recompute import recompute_text
+from megatron.observe.console import NOT_DONE
 from megatron.optimizer.lr_schedule import iterations_for, samples_after
 from megatron.optimizer.update import RULES
 from megatron.training.advisor import Forecast
@@ -68,6 +69,7 @@ def describe(
     against = f"{peak:g} TFLOP/s" if peak else "no known peak (--peak-tflops)"
     versions = f"megatron {__version__}, torch {torch.__version__}"
     sections = {
+        NOT_DONE: [*prepared.not_done],
         "verdict": planned["verdict"],
         "versions": [f"{versions}, Python {platform.python_version()}", *_megatron_core_lines()],
         "device": [f"{device_name(device)}; MFU against {against}"],

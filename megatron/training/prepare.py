@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 def prepare(
     flags: GivenConfig,
-    notes: list[str],
+    notes: Sequence[str],
     world: Axis,
     device: torch.device,
     advisor: Advisor,
@@ -51,6 +52,7 @@ def prepare(
     *,
     world_size: int | None = None,
     planned_for: str | None = None,
+    not_done: Sequence[str] = (),
     reader: PythonReader | None = None,
 ) -> Prepared:
     """Read everything that a run depends on, and refuse what does not fit, on every rank of `world`
@@ -61,9 +63,6 @@ def prepare(
     with raise_on_all_ranks(world, device):
         # 1. Flags.
         tokenizer, config, reasons = _resolved(flags, world_size, target, advisor)
-        notes = [*notes, *reasons]
-        schedule = ParamSchedule.of(config)
-        tp = config.distributed.tensor_model_parallel_size
     # 2. The checkpoint: all ranks open the one that rank 0 finds.
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
     with raise_on_all_ranks(world, device):
@@ -81,12 +80,15 @@ def prepare(
         prepared = Prepared(
             config=config,
             tokenizer=tokenizer,
-            padded_vocab=padded_vocab_size(tokenizer.vocab_size, config.model, tp),
+            padded_vocab=padded_vocab_size(
+                tokenizer.vocab_size, config.model, config.distributed.tensor_model_parallel_size
+            ),
             data=data,
-            schedule=schedule,
+            schedule=ParamSchedule.of(config),
             progress=progress,
             advisor=advisor,
-            notes=notes,
+            not_done=not_done,
+            notes=[*notes, *reasons],
         )
         return prepared if checkpoint is None else _accepted(prepared, checkpoint, changes)
 
@@ -135,7 +137,7 @@ def _accepted(prepared: Prepared, checkpoint: Checkpoint, changes: list[Change])
     """
     config, state = prepared.config, checkpoint.state
     changes = changes + changed_data(state, config, prepared.data.history)
-    notes = prepared.notes + accept_changes(checkpoint, changes, config)
+    notes = [*prepared.notes, *accept_changes(checkpoint, changes, config)]
     schedule, lines = resumed_schedule(prepared.schedule, state, config)
     return replace(
         prepared,

@@ -41,7 +41,7 @@ from megatron.distributed.setup import (
 from megatron.kernels import fa4
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.compile import compile_layers
-from megatron.observe.console import NOT_DONE, banner
+from megatron.observe.console import banner
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
@@ -114,13 +114,24 @@ def start(
         warn_of_idle_gpus(launch, device)
         groups = make_groups(layout_of(config, world_size), **group_options(config))
         ranks = Ranks(groups.world, device, groups.pp.rank)
-        local_checkpoints = _local_checkpoints(config, ranks)
+        options, local_checkpoints = config.checkpoint, None
+        if options.local_checkpoint_dir is not None:
+            local_checkpoints = LocalCheckpoints(
+                options.local_checkpoint_dir, ranks, options.local_redundancy
+            )
 
         # 2. Everything that the run consists of.
         prepared = prepare(
-            flags, list(notes), groups.world, device, advisor, local_checkpoints, reader=reader
+            flags,
+            notes,
+            ranks.world,
+            device,
+            advisor,
+            local_checkpoints,
+            not_done=not_done,
+            reader=reader,
         )
-        run = build(prepared, groups, ranks, local_checkpoints, stack, not_done)
+        run = build(prepared, groups, ranks, local_checkpoints, stack)
         # one callback each: a failure of one does not skip the others
         for part in (run.exits, run.checkpoints, run.tracker):
             if part is not None:
@@ -172,14 +183,6 @@ def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.d
     return device
 
 
-def _local_checkpoints(config: Config, ranks: Ranks) -> LocalCheckpoints | None:
-    """The checkpoints that the nodes of the ranks hold."""
-    options = config.checkpoint
-    if options.local_checkpoint_dir is None:
-        return None
-    return LocalCheckpoints(options.local_checkpoint_dir, ranks, options.local_redundancy)
-
-
 def _forecast_on_rank_0(
     prepared: Prepared, groups: Groups, device: torch.device
 ) -> Forecast | None:
@@ -201,7 +204,14 @@ def _dry_run(
     here = torch.device("cpu")
     with job_log():
         prepared = prepare(
-            flags, list(notes), ALONE, here, advisor, world_size=world_size, planned_for="cuda"
+            flags,
+            notes,
+            ALONE,
+            here,
+            advisor,
+            world_size=world_size,
+            planned_for="cuda",
+            not_done=not_done,
         )
         forecast = describe(prepared, world_size, here, planned_for="cuda")
     # Exit code 2 lets a script refuse to submit a job that cannot run.
@@ -211,7 +221,7 @@ def _dry_run(
         if forecast.verdict.fits:
             fault, code = "memory is tight", 0
         text = f"the settings are in order, but {fault} (see verdict above)"
-    print(banner({NOT_DONE: list(not_done), **forecast.sections}))
+    print(banner(forecast.sections))
     print(f"dry run: {text}; nothing was trained", flush=True)
     return code
 
@@ -222,7 +232,6 @@ def build(
     ranks: Ranks,
     local_checkpoints: LocalCheckpoints | None,
     closing: contextlib.ExitStack,
-    not_done: Sequence[str],
 ) -> Run:
     """Build the run on this rank; weights and optimizer state are not initialized yet. Rank 0 logs
     the banner. Raises UserError.
@@ -249,7 +258,7 @@ def build(
             optimizer = Optimizer(zero.blocks, config, groups, zero)
 
     # 3. Trackers and the banner, which names their places.
-    tracker = _open_tracker(prepared, forecast, groups, not_done)
+    tracker = _open_tracker(prepared, forecast, groups)
     names = ranks.gather_or_raise(partial(device_name, device))
     return Run(
         **vars(prepared),
@@ -335,21 +344,20 @@ def _build_pipeline(
     return zero, Pipeline(model, zero, runner, *stages)
 
 
-def _open_tracker(
-    prepared: Prepared, forecast: Forecast | None, groups: Groups, not_done: Sequence[str]
-) -> Tracker:
+def _open_tracker(prepared: Prepared, forecast: Forecast | None, groups: Groups) -> Tracker:
     """Open wandb, TensorBoard and metrics.jsonl on rank 0, which has a forecast, and log the
     banner with their places.
     """
-    config, progress, record, sections = prepared.config, prepared.progress, None, None
-    if forecast is not None:
-        sections = {NOT_DONE: list(not_done), **forecast.sections, "layout": [groups.describe()]}
-        record = run_record(config, groups.layout, sections, forecast)
-        record["vocab_size"] = prepared.tokenizer.vocab_size
-    tracker = Tracker(config, record, progress.iteration, progress.consumed_samples)
-    if sections is not None:
-        sections["paths"] += tracker.notes
-        logger.info(banner(sections))
+    config, progress = prepared.config, prepared.progress
+    reached = progress.iteration, progress.consumed_samples
+    if forecast is None:
+        return Tracker(config, None, *reached)
+    sections = forecast.sections | {"layout": [groups.describe()]}
+    record = run_record(config, groups.layout, sections, forecast)
+    record["vocab_size"] = prepared.tokenizer.vocab_size
+    tracker = Tracker(config, record, *reached)
+    sections["paths"] += tracker.notes
+    logger.info(banner(sections))
     return tracker
 
 
@@ -393,7 +401,7 @@ def _train_and_evaluate(run: Run) -> int:
     # 3. The test split. A signal cuts an evaluation short; all ranks agreed on it.
     if ended.reason == COMPLETE:
         is_cut = skip_train and run.progress.evaluation_due
-        if is_cut or (run.data.test and not evaluate_all(run, "test")):
+        if is_cut or not evaluate_all(run, "test"):
             ended = run.exits.check(run.progress.iteration)
             logger.info(
                 f" {ended.reason}: exiting at iteration {run.progress.iteration}; the evaluation "

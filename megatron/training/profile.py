@@ -46,20 +46,19 @@ class StepProfiler:
     def next_step(self, iterations: int) -> None:
         """Begin the step after `iterations`."""
         self.step.close()
+        start = self.config.profile_step_start
         if iterations >= self.config.profile_step_end:
             self.close()
-        elif self.state != "over":
-            start = self.config.profile_step_start
-            # Prepared one step early: allocating the profiler's buffers is not in the trace.
-            if self.state == "waiting" and iterations + 1 >= start:
-                self.profiler.prepare_trace()
-                self.state = "prepared"
-            if self.state == "prepared" and iterations >= start:
-                self._synchronize()  # no work of the steps before is in the trace
-                self.profiler.start_trace()
-                self.state = "recording"
-            if self.state == "recording":
-                self.step.enter_context(named("iteration", iterations + 1))
+        # Prepared one step early: allocating the profiler's buffers is not in the trace.
+        if self.state == "waiting" and iterations + 1 >= start:
+            self.profiler.prepare_trace()
+            self.state = "prepared"
+        if self.state == "prepared" and iterations >= start:
+            self._synchronize()  # no work of the steps before is in the trace
+            self.profiler.start_trace()
+            self.state = "recording"
+        if self.state == "recording":
+            self.step.enter_context(named("iteration", iterations + 1))
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

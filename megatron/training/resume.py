@@ -183,23 +183,23 @@ def changed_data(state: dict[str, Any], config: Config, ledger: dict[str, Any]) 
     # ids, which are of content and order.
     key = "content" if all("content" in source for sources in last for source in sources) else "id"
     old, new = ({source[key]: source for source in sources} for sources in last)
-    added, shares = [], []
+    found = []
     for identity, ours in new.items():
-        theirs = old.pop(identity, None)
+        theirs = old.get(identity)
         if theirs is None:
-            added.append(
+            found.append(
                 f"{ours['name']}: not what the checkpoint's run was reading (content, or its range "
                 "by --split)"
             )
         elif ours["share"] != theirs["share"]:
-            shares.append(
+            found.append(
                 f"{ours['name']}: share of the blend: checkpoint {theirs['share']}, command line "
                 f"{ours['share']} (of 65536)"
             )
-    removed = [
-        f"{theirs['name']}: read by the checkpoint's run, not given now" for theirs in old.values()
-    ]
-    return [Change(f"data: {text}", "data") for text in added + removed + shares]
+    for identity, theirs in old.items():
+        if identity not in new:
+            found.append(f"{theirs['name']}: read by the checkpoint's run, not given now")
+    return [Change(f"data: {text}", "data") for text in found]
 
 
 def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config) -> list[str]:
@@ -213,16 +213,11 @@ def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config
         if change.accept not in accepted
     ]
     if faults:
-        # What to do about them: only the ways that lead out of this list.
-        ways = []
-        if any(change.accept for change in changes):
-            ways.append(
-                "the flag in brackets takes a field from the command line, and --finetune "
-                "loads only the weights"
-            )
-        if not all(change.accept for change in changes):
-            ways.append("--use-checkpoint-args takes the model from the checkpoint")
-        lines = [f"{checkpoint.path} does not fit this run:", *faults, f"({'; '.join(ways)})"]
+        fix = (
+            "(the flag in brackets takes a field from the command line, --finetune loads only the "
+            "weights, --use-checkpoint-args takes the model from the checkpoint)"
+        )
+        lines = [f"{checkpoint.path} does not fit this run:", *faults, fix]
         raise CheckpointError("\n  ".join(lines))
     return [f"accepted by --accept-changed {change.accept}: {change.text}" for change in changes]
 

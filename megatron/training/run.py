@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -64,7 +64,8 @@ class Prepared:
     progress: Progress
     advisor: Advisor = field(default_factory=Advisor)
     checkpoint: Checkpoint | None = None  # that the run starts from
-    notes: list[str] = field(default_factory=list)
+    not_done: Sequence[str] = ()  # requested features that do not exist
+    notes: Sequence[str] = ()
     changed: list[str] = field(default_factory=list)  # since the checkpoint was written
     accepted: frozenset[str] = frozenset()  # values of --accept-changed that the changes needed
 

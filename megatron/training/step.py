@@ -330,16 +330,12 @@ class PendingStep:
         tokens = sum(found["valid_tokens"])
         return StepMetrics(
             batch=self.batch,
-            grad_norm=found["grad_norm"][0],
-            skipped=bool(found["skipped"][0]),
-            losses=found["losses"],
-            valid_tokens=found["valid_tokens"],
-            scalars={spec.name: found[spec.name] for spec in self.scalars},
-            exit_requests=found["exit_requests"],
-            save_requests=found["save_requests"],
-            rank_times=found["rank_times"],
             loss=sum(found["losses"]) / tokens if tokens else float("nan"),
+            grad_norm=found.pop("grad_norm")[0],
+            skipped=bool(found.pop("skipped")[0]),
+            scalars={spec.name: found.pop(spec.name) for spec in self.scalars},
             layer_grad_sq_sums=self.layer_grad_sq_sums,
+            **found,
         )
 
 

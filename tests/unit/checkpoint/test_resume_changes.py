@@ -122,8 +122,8 @@ def test_changed_data_is_told_by_content_not_by_name_or_order():
 
     assert shown(ledger(("bb", "new/b", 25536), ("aa", "new/a", 40000))) == []
     assert shown(ledger(("aa", "a", 65536))) == [
-        "data: old/b: read by the checkpoint's run, not given now",
         "data: a: share of the blend: checkpoint 40000, command line 65536 (of 65536)",
+        "data: old/b: read by the checkpoint's run, not given now",
     ]
     assert shown(ledger(("aa", "a", 40000), ("cc", "c", 25536)))[0] == (
         "data: c: not what the checkpoint's run was reading (content, or its range by --split)"
