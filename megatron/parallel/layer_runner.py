@@ -10,8 +10,7 @@ so the second forward pass has the bits of the first. What a layer computes agai
 model/recompute_context.py.
 
 Layers of this project add to `main_grad` themselves. What an ordinary PyTorch module leaves in
-`.grad` is added to it after each pass. Called by parallel/pipeline.py. s sequence, b batch, h
-hidden.
+`.grad` is added to it after each pass. s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
@@ -95,7 +94,9 @@ class LayerRunner:
         """
         # A recomputed layer runs without a graph now, and with one when its backward pass comes.
         if torch.is_grad_enabled() and layer.recompute.whole:
-            return self._forward_without_graph(layer, x, micro, scalars)
+            with torch.no_grad():
+                y, _ = self.graph_of(None, layer(x, micro), scalars)
+            return y, self._inputs(x, micro) if layer.recompute.first else Inputs(None, micro)
         # Detached: each layer is a separate graph, so its memory is freed with its own backward
         # pass.
         leaf = None if x is None else x.detach().requires_grad_(torch.is_grad_enabled())
@@ -110,28 +111,17 @@ class LayerRunner:
         """The output of a layer, detached, and its graph, whose input gradient is that of `leaf`.
         `scalars`: None in a second forward pass, whose scalars have been counted.
         """
-        own: dict[str, Tensor] = {}
+        aux: list[Tensor] = []
         if isinstance(y, WithScalars):
             y, own = y
             add_scalars(scalars, own)
+            aux = [x for name, x in own.items() if name in self.aux_losses and x.requires_grad]
         if not y.requires_grad:
             return y.detach(), None
-        aux = [x for name, x in own.items() if name in self.aux_losses and x.requires_grad]
         edges = [get_gradient_edge(x) for x in (y, *aux)]
         return y.detach(), Graph(leaf, edges, [x.dtype for x in aux])
 
     # ---- full recomputation
-
-    def _forward_without_graph(
-        self, layer: Layer, x: Tensor | None, micro: MicroBatch, scalars: dict[str, Tensor] | None
-    ) -> tuple[Tensor, Inputs]:
-        """The first forward pass of a layer that is recomputed."""
-        with torch.no_grad():
-            y = layer(x, micro)
-        if isinstance(y, WithScalars):
-            y, own = y
-            add_scalars(scalars, own)
-        return y, self._inputs(x, micro) if layer.recompute.first else Inputs(None, micro)
 
     def forward_again(self, layer: Layer, saved: Inputs) -> tuple[Tensor, Graph | None]:
         """The second forward pass: the output [s, b, h], and the layer's graph."""

@@ -74,12 +74,12 @@ class PairedPipeline(Pipeline):
         for both in zip_longest(backwards, forwards):
             turn = [each for each in both if each is not None]
             for each in turn:
-                if each.before is not None:
-                    self.zero.before_pass(each.before)
+                for call in each.before:
+                    call()
             if len(turn) == 2:
                 self.run_overlapped(*(partial(run, each) for each in turn))
             else:
                 run(turn[0])
             for each in turn:
-                if each.after is not None:
-                    self.zero.after_pass(each.after)
+                for call in each.after:
+                    call()

@@ -35,7 +35,7 @@ from megatron.parallel.schedule import (
 )
 from megatron.parallel.timeline import Recording
 from megatron.parallel.zero import Zero
-from megatron.parallel.zero_plan import BACKWARDS, After, Before, ZeroPlan
+from megatron.parallel.zero_plan import BACKWARDS, Calls, ZeroPlan
 
 
 class StepSums(NamedTuple):
@@ -54,8 +54,8 @@ class LayerPass(NamedTuple):
     kind: Kind
     micro: int
     label: str  # in a trace
-    before: Before | None
-    after: After | None
+    before: Calls
+    after: Calls
 
 
 class Task(NamedTuple):
@@ -221,8 +221,8 @@ class Pipeline:
         prepared, messages = self.prepared(schedule), self.messages
         messages.acknowledgements = prepared.acknowledgements
         assert self.zero.reducing is None
-        if prepared.zero_plan.first:
-            self.zero.start_first_gathers(prepared.zero_plan)
+        for call in prepared.zero_plan.first:
+            call()
         step = StepState(messages, scale, scale if aux_scale is None else aux_scale)
         with torch.set_grad_enabled(prepared.trains):
             for task in prepared.tasks:
@@ -261,12 +261,12 @@ class Pipeline:
         # While this stage of the pipeline computes, its neighbors compute other micro-batches and
         # receives of ours are on their way; ZeRO-3 gathers the next layer on a side stream.
         for layer, _, _, label, before, after in task.passes:
-            if before is not None:
-                self.zero.before_pass(before)
+            for call in before:
+                call()
             with named(label):
                 x, saved_by_layer = self.runner.forward(layer, x, micro_batch, step.scalars)
-            if after is not None:
-                self.zero.after_pass(after)
+            for call in after:
+                call()
             saved.append(saved_by_layer)
         step.store_outputs(action, x, saved)
 
@@ -278,8 +278,8 @@ class Pipeline:
         dy, saved = step.input_of(action), step.saved.pop((stage, micro))
         for_second_half: deque[Saved] = deque()
         for layer, kind, _, label, before, after in task.passes:
-            if before is not None:
-                self.zero.before_pass(before)
+            for call in before:
+                call()
             with named(label):
                 if kind is Kind.REBUILD:
                     self.rebuild(stage, layer, saved)
@@ -291,8 +291,8 @@ class Pipeline:
                     # to the first as well, pops from the right.
                     if kind is Kind.BACKWARD_INPUT:
                         for_second_half.appendleft(deferred)
-            if after is not None:
-                self.zero.after_pass(after)
+            for call in after:
+                call()
 
         # The gradient goes to the stage before; the second half of a split pass has none.
         if action.kind is Kind.BACKWARD_INPUT:

@@ -28,6 +28,10 @@ class Span(NamedTuple):
     begin: float
     end: float
 
+    def to_list(self) -> list[Any]:
+        """As in a JSON file: [kind, stage, micro-batch, begin, end]."""
+        return [self.kind.value, *self[1:]]
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -55,9 +59,10 @@ class Timeline:
 
     def busy(self, rank: int) -> float:
         """Time in which the rank computes."""
-        row = self.rows[rank]
-        times = ((span.end - span.begin) / (1 + paired) for span, paired in zip(row, in_pairs(row)))
-        return sum(times)
+        busy, row = 0.0, self.rows[rank]
+        for span, is_paired in zip(row, in_pairs(row)):
+            busy += (span.end - span.begin) / (2 if is_paired else 1)
+        return busy
 
     def idle(self, rank: int) -> float:
         """Time of the whole step, from any rank's first to any rank's last computation, in which
@@ -69,12 +74,13 @@ class Timeline:
     def bubble(self) -> float:
         """Share of all ranks' time in which they do not compute."""
         # All ranks begin and end the step together, so each has the whole step as its time.
-        total = len(self.rows) * (self.end - self.begin)
-        return 1 - sum(map(self.busy, range(len(self.rows)))) / total if total else 0.0
+        ranks = range(len(self.rows))
+        total = len(ranks) * (self.end - self.begin)
+        return 1 - sum(map(self.busy, ranks)) / total if total else 0.0
 
     def to_json(self) -> str:
-        """One JSON object; a span is [kind, stage, micro-batch, begin, end]."""
-        rows = [[[span.kind.value, *span[1:]] for span in row] for row in self.rows]
+        """One JSON object."""
+        rows = [[span.to_list() for span in row] for row in self.rows]
         return json.dumps(vars(self) | {"rows": rows})
 
 
@@ -87,8 +93,11 @@ def is_pair(span: Span, after: Span) -> bool:
 
 def in_pairs(row: Sequence[Span]) -> list[bool]:
     """Of each span of a rank, in their order, whether it is one of a pair."""
-    with_next = [*(is_pair(*both) for both in pairwise(row)), False]
-    return [first or second for first, second in zip([False, *with_next], with_next)][: len(row)]
+    found = [False] * len(row)
+    for index, both in enumerate(pairwise(row)):
+        if is_pair(*both):
+            found[index] = found[index + 1] = True
+    return found
 
 
 class Recording:
@@ -147,7 +156,7 @@ class Recording:
             # On a GPU the host's waits are not within the events' span: the stream runs on.
             if self.device.type != "cuda":
                 own -= waited
-            own /= 1 + is_paired
+            own /= 2 if is_paired else 1
             if span.kind is Kind.FORWARD:
                 forward += own
             else:
@@ -161,9 +170,10 @@ class Recording:
         their last step together.
         """
         # All ranks of the pipeline are here: their last collective was the all-reduce of this step.
-        own = json.dumps([[span.kind.value, *span[1:]] for span in self.spans()]).encode()
+        own = json.dumps([span.to_list() for span in self.spans()]).encode()
         rows = []
         for text in gather_bytes(own, pipeline, self.device):
-            rows.append(tuple(Span(Kind(kind), *rest) for kind, *rest in json.loads(text)))
+            row = [Span(Kind(kind), *rest) for kind, *rest in json.loads(text)]
+            rows.append(tuple(row))
         ran = self.schedule
         return Timeline(ran.name, ran.placement, ran.micro_batches, tuple(rows))

@@ -1,5 +1,6 @@
-"""ZeRO 0 to 3 (Rajbhandari et al. 2020): carries out the plan of a schedule (zero_plan.py) around
-passes of layers. It starts gathers and waits for them, frees weights and reduces gradients.
+"""ZeRO 0 to 3 (Rajbhandari et al. 2020): gathers weights, waits for them and frees them, and
+reduces gradients, around passes of layers. When it does so follows from the schedule
+(zero_plan.py).
 
 Stages 0 and 1 reduce once a step (with --overlap-grad-reduce after a block's last backward pass),
 stages 2 and 3 after each micro-batch; stage 0 gathers the sums back. parallel/blocks.py has a table
@@ -9,7 +10,7 @@ of what a rank holds when.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +27,11 @@ from megatron.distributed.collectives import (
 from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
 from megatron.parallel.blocks import Block
-from megatron.parallel.zero_plan import After, Before, ZeroPlan, ZeroPlanner
+from megatron.parallel.zero_plan import Buffers, ZeroPlanner
 
 
 class Zero:
-    """Carries out the plan of a step. Where one rank alone holds a block, nothing is sent.
+    """The weights and gradients of a step. Where one rank alone holds a block, nothing is sent.
 
     All ranks that share a block start the same collectives in the same order: they run the same
     schedule, so they have the same plan. At most one reduction is pending at a time.
@@ -44,7 +45,7 @@ class Zero:
     ):
         self.blocks, self.groups, self.zero_stage = blocks, groups, blocks[0].zero_stage
         self.trained = [block for block in blocks if block.trained]
-        self.planner = ZeroPlanner(model, blocks, groups, config)
+        self.planner = ZeroPlanner(self, model, config)
         self.overlap_reduce = config.overlap_grad_reduce
         self.overlap_gather = config.overlap_param_gather
         self.reduce_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else None
@@ -84,58 +85,39 @@ class Zero:
             self.reduce_stream = torch.cuda.Stream(device)
             self.on_stream = self._on_stream
 
-    # ---- passes
+    # ---- around passes
 
-    def start_first_gathers(self, plan: ZeroPlan) -> None:
-        """Before the passes of this plan: gather what the first of them reads (stage 3)."""
-        for block in plan.first:
-            self._start_gather(block)
+    def open(self, block: Block) -> None:
+        """Give a block a gradient buffer, when others have been reduced and freed."""
+        if self.reducing is not None or self.spent:
+            self._make_room(block)
+        block.open()
 
-    def before_pass(self, todo: Before) -> None:
-        """Before a pass of a layer on a micro-batch: make its weights whole, and give its gradients
-        buffers, as far as the pass needs them.
+    def gather(self, buffers: Buffers) -> None:
+        """Stage 3: make weights whole, which the next pass reads."""
+        self.start_gathers(buffers)
+        for block in buffers:
+            self.wait_for_block(block)
+
+    def prefetch(self, buffers: Buffers) -> None:
+        """Start to gather what the pass after the next one reads, unless a step on the host would
+        hold up the next one.
         """
-        if todo.frees_reduced:
-            self._free_reduced()
+        if not any(block in self.host_steps for block in buffers):
+            self.start_gathers(buffers)
 
-        # Room for gradients.
-        for block in todo.opens:
-            if self.reducing is not None or self.spent:
-                self._make_room(block)
-            block.open()
-        for block in todo.opens_early:
-            block.open_early(todo.key)
-        for block in todo.adds_early:
-            block.add_early(todo.key)
+    def update_on_host(self, block: Block) -> None:
+        """Make the deferred step of a block, if there is one."""
+        if block in self.host_steps:
+            self.host_steps.pop(block)()
+            if self.gathers_updates:
+                self.all_gather_weights(block)
 
-        # Weights: those of the last update have arrived, and they are whole.
-        for block in todo.gathers:
-            self._start_gather(block)
-        for block in todo.gathers:
-            self._wait_for_block(block)
-        # A step on the host would hold up the pass: then the next block is gathered after the pass
-        # is queued.
-        if not any(block in self.host_steps for block in todo.prefetches):
-            for block in todo.prefetches:
-                self._start_gather(block)
-
-    def after_pass(self, todo: After) -> None:
-        """After the pass, which is queued: start what is read next, free the weights, reduce the
-        gradients that are complete.
-        """
-        for block in todo.prefetches:
-            self._start_gather(block)
-        for block in todo.frees:
-            block.release()
-        for block in todo.updates:
-            if block in self.host_steps:  # the host updates while the GPU computes
-                self._carry_out(block)
-        for block in todo.closes_early:
-            block.close_early()
-        for block in todo.completes:
-            block.complete()
-            if self.when_complete is not None:
-                self.when_complete(block)
+    def complete(self, block: Block) -> None:
+        """A block's gradients are complete: reduce them, now or at the end of the step."""
+        block.complete()
+        if self.when_complete is not None:
+            self.when_complete(block)
 
     def finish_gradients(self) -> None:
         """After all passes of a step: finish the reductions, and sum over the other axes."""
@@ -180,7 +162,7 @@ class Zero:
                 block.weight[block.own_slice], block.groups.shard_gather, out=block.weight
             )
         if not self.overlap_gather:
-            self._wait_for_block(block)
+            self.wait_for_block(block)
 
     def defer(self, block: Block, step: Callable[[], None]) -> None:
         """Make the step of a block on the host when the next pass comes near the block, or in
@@ -191,37 +173,30 @@ class Zero:
     def wait_for_weights(self) -> None:
         """Wait for all weights that are on their way or to be changed."""
         for block in self.blocks:
-            self._wait_for_block(block)
+            self.wait_for_block(block)
 
-    def _carry_out(self, block: Block) -> None:
-        """Make the deferred step of a block."""
-        self.host_steps.pop(block)()
-        if self.gathers_updates:
-            self.all_gather_weights(block)
-
-    def _wait_for_block(self, block: Block) -> None:
+    def wait_for_block(self, block: Block) -> None:
         """Wait until a block's weights are those of this step, and whole."""
-        if block in self.host_steps:
-            self._carry_out(block)
+        self.update_on_host(block)
         if block in self.gathering:
             self.gathering.pop(block).wait()
             # nothing was sent: it is the copy from the host that is awaited
             if self.gather_stream is not None and block.groups.shard.size == 1:
                 torch.cuda.current_stream().wait_stream(self.gather_stream)
 
-    def _start_gather(self, block: Block) -> None:
-        """Start to make a block's weights whole, if they are not."""
-        if block in self.host_steps:
-            self._carry_out(block)
-        if block.is_released:
-            block.allocate()
-            with self.on_stream(self.gather_stream):
-                own = block.untracked[block.own_slice]
-                # of an offloaded block from the host, never run on a GPU
-                own.copy_(block.gathered_from, non_blocking=True)
-                self.gathering[block] = start_all_gather(
-                    own, block.groups.shard_gather, out=block.untracked
-                )
+    def start_gathers(self, buffers: Sequence[Block]) -> None:
+        """Start to make weights whole, if they are not."""
+        for block in buffers:
+            self.update_on_host(block)
+            if block.is_released:
+                block.allocate()
+                with self.on_stream(self.gather_stream):
+                    own = block.untracked[block.own_slice]
+                    # of an offloaded block from the host, never run on a GPU
+                    own.copy_(block.gathered_from, non_blocking=True)
+                    self.gathering[block] = start_all_gather(
+                        own, block.groups.shard_gather, out=block.untracked
+                    )
 
     # ---- gradients
 
@@ -230,11 +205,11 @@ class Zero:
         # Never two gradients of the vocabulary's size: this one waits for the other's reduction.
         layers = self.planner.transformer_blocks
         if self.reducing is not None and layers.isdisjoint((block, self.reducing[0])):
-            self._free_reduced()
+            self.free_reduced()
         else:
             self._free_spent()
 
-    def _free_reduced(self) -> None:
+    def free_reduced(self) -> None:
         """Wait for the reduction that is on its way, and free gradient buffers."""
         if self.reducing is not None:
             with self.on_stream(self.reduce_stream):

@@ -2,61 +2,41 @@
 
 The schedule fixes which pass comes when, so all decisions are made once for a schedule: when a
 layer's weights are gathered and freed (stage 3), when a gradient buffer is opened, and after which
-pass a block's gradients are complete and can be reduced. zero.py carries the list out. A pass for
-which nothing is to be done has None, and the executor calls nothing.
+pass a block's gradients are complete and can be reduced. The plan lists the calls that carry this
+out (zero.py, blocks.py), in their order; the executor makes them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config.groups import DistributedConfig
-from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import Layer
 from megatron.parallel.blocks import Block
 from megatron.parallel.layer_runner import Pass
 from megatron.parallel.schedule import COMPUTATIONS, Kind
 
+if TYPE_CHECKING:
+    from megatron.parallel.zero import Zero
+
 Buffers = tuple[Block, ...]  # of one layer
+Calls = list[Callable[[], object]]
 
 BACKWARDS = COMPUTATIONS - {Kind.FORWARD}
 # after these passes the gradients of a micro-batch are complete
 COMPLETING = Kind.BACKWARD, Kind.BACKWARD_WEIGHT
 
 
-class Before(NamedTuple):
-    """What is done before a pass, in this order."""
-
-    # most activations live during this pass, so free reduced gradient buffers first
-    frees_reduced: bool
-    opens: Buffers  # give these a gradient buffer
-    opens_early: Buffers  # or one for what a split backward pass completes in its first half
-    adds_early: Buffers  # which its second half adds
-    gathers: Buffers  # the pass reads these weights: make them whole, or wait for their update
-    prefetches: Buffers  # stage 3: the next pass reads these
-    key: tuple[Layer, int]  # of the early gradients: layer and micro-batch
-
-
-class After(NamedTuple):
-    """What is done after a pass, in this order."""
-
-    # stage 3, again: `before_pass` leaves out a block whose step on the host is due
-    prefetches: Buffers
-    frees: Buffers  # stage 3: weights that are not read again soon
-    updates: Buffers  # whose step on the host runs while the device computes the pass
-    closes_early: Buffers
-    completes: Buffers  # their gradients have had all passes of a period
-
-
 class ZeroPlan(NamedTuple):
     """A step's actions on weights and gradients."""
 
-    first: Buffers  # stage 3: gathered before the first pass
-    passes: list[tuple[Before | None, After | None]]
+    first: Calls  # before the first pass
+    passes: list[tuple[Calls, Calls]]  # before each, after each
 
 
 class ZeroPlanner:
@@ -64,12 +44,11 @@ class ZeroPlanner:
     `transformer_blocks`: those of transformer layers, not of the vocabulary.
     """
 
-    def __init__(
-        self, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig
-    ):
-        self.zero_stage, self.keep = blocks[0].zero_stage, config.zero3_keep_gathered
-        self.overlap_gather = config.overlap_param_gather
-        self.single_pipeline = groups.pp.size == 1
+    def __init__(self, zero: Zero, model: GPTModel, config: DistributedConfig):
+        blocks = zero.blocks
+        self.zero, self.zero_stage = zero, zero.zero_stage
+        self.keep, self.overlap_gather = config.zero3_keep_gathered, config.overlap_param_gather
+        self.single_pipeline = zero.groups.pp.size == 1
         # one rank alone that keeps whole gradients has nothing to reduce
         self.reduces = self.zero_stage >= 2 or any(block.groups.shard.size > 1 for block in blocks)
         owner = {parameter: block for block in blocks for parameter in block.parameters}
@@ -88,13 +67,13 @@ class ZeroPlanner:
         """The plan of passes in their order; those of a turn run at the same time."""
         walk = _Walk(self, [each for turn in turns for each in turn])
         first = walk.needs[0] if walk.needs and self.overlap_gather else ()
-        passes: list[tuple[Before | None, After | None]] = []
+        passes: list[tuple[Calls, Calls]] = []
         for turn in turns:
             # the passes of a turn all begin before any of them ends
             before = [walk.before(*each) for each in turn]
             after = [walk.after(*each) for each in turn]
             passes += zip(before, after)
-        return ZeroPlan(first, passes)
+        return ZeroPlan([partial(self.zero.start_gathers, first)] if first else [], passes)
 
     def reads_gathered(self, layer: Layer, kind: Kind) -> bool:
         """Whether a pass needs the layer's weights gathered: a weight gradient does not, nor does
@@ -110,7 +89,7 @@ class _Walk:
     """The state of a step at one of its passes, while its plan is made."""
 
     def __init__(self, planner: ZeroPlanner, passes: Sequence[Pass]):
-        self.planner, self.zero_stage = planner, planner.zero_stage
+        self.planner, self.zero, self.zero_stage = planner, planner.zero, planner.zero_stage
         # stage 3: what the passes to come read, in order, and how often
         self.needs = deque(
             planner.buffers_of[layer]
@@ -144,73 +123,76 @@ class _Walk:
             period[block] = users[block] if often else count
         return period
 
-    def before(self, layer: Layer, kind: Kind, micro: int) -> Before | None:
-        """What is done before this pass; None for nothing."""
-        planner, buffers = self.planner, self.planner.buffers_of[layer]
-        trained = tuple(block for block in buffers if block.trained)
-        early, late = self._halves(kind)
-        gathers: Buffers = ()
-        prefetches: Buffers = ()
-        if planner.reads_gathered(layer, kind):
+    def before(self, layer: Layer, kind: Kind, micro: int) -> Calls:
+        """What is done before this pass."""
+        calls: Calls = []
+        # Before the forward pass of the last layer, where most activations live: the gradient of
+        # the micro-batch before has had the other layers' passes to be reduced, and is freed.
+        if kind is Kind.FORWARD and layer in self.planner.last and self.planner.reduces:
+            calls.append(self.zero.free_reduced)
+        trained = [block for block in self.planner.buffers_of[layer] if block.trained]
+        calls += self._room_for_gradients(trained, kind, (layer, micro))
+        return calls + self._whole_weights(layer, kind)
+
+    def _room_for_gradients(
+        self, trained: list[Block], kind: Kind, key: tuple[Layer, int]
+    ) -> Calls:
+        """Gradient buffers for a pass: a small one for what the first half of a split backward
+        pass completes, which the second half adds.
+        """
+        if self.zero_stage >= 2 and kind is Kind.BACKWARD_INPUT:
+            return [partial(block.open_early, key) for block in trained]
+        calls: Calls = []
+        if kind in BACKWARDS:
+            calls += [partial(self.zero.open, block) for block in trained if block not in self.open]
+            self.open.update(trained)
+        if self.zero_stage >= 2 and kind is Kind.BACKWARD_WEIGHT:
+            calls += [partial(block.add_early, key) for block in trained]
+        return calls
+
+    def _whole_weights(self, layer: Layer, kind: Kind) -> Calls:
+        """Gathers before a pass (stage 3); below, weights of the last update are awaited once."""
+        zero, buffers = self.zero, self.planner.buffers_of[layer]
+        if self.planner.reads_gathered(layer, kind):
             assert self.needs.popleft() == buffers
             self.remaining[buffers] -= 1
-            gathers, prefetches = buffers, self._prefetched(buffers)
-        elif self.zero_stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
-            # The weights of this step may be on their way when their first pass comes.
-            sent = [block for block in buffers if self.zero_stage > 0 or block.on_host]
-            gathers = _add_new(sent, self.arrived)
-        todo = Before(
-            # Before the forward pass of the last layer, where most activations live: the gradient
-            # of the micro-batch before has had the other layers' passes to be reduced.
-            kind is Kind.FORWARD and layer in planner.last and planner.reduces,
-            _add_new(trained, self.open) if kind in BACKWARDS and not early else (),
-            trained if early else (),
-            trained if late else (),
-            gathers,
-            prefetches,
-            (layer, micro),
-        )
-        return todo if any(todo[:-1]) else None
+            return [partial(zero.gather, buffers), *self._prefetch(buffers, zero.prefetch)]
+        if self.zero_stage == 3 or kind is Kind.BACKWARD_WEIGHT:
+            return []
+        sent = [block for block in buffers if self.zero_stage > 0 or block.on_host]
+        calls: Calls = [
+            partial(zero.wait_for_block, block) for block in sent if block not in self.arrived
+        ]
+        self.arrived.update(sent)
+        return calls
 
-    def after(self, layer: Layer, kind: Kind, micro: int) -> After | None:
-        """What is done after this pass; None for nothing."""
-        planner, buffers = self.planner, self.planner.buffers_of[layer]
-        prefetches: Buffers = ()
-        frees: Buffers = ()
-        updates: Buffers = ()
+    def after(self, layer: Layer, kind: Kind, micro: int) -> Calls:
+        """What is done after this pass, which is queued."""
+        planner, zero, buffers = self.planner, self.zero, self.planner.buffers_of[layer]
+        calls: Calls = []
         if planner.reads_gathered(layer, kind):
-            prefetches = self._prefetched(buffers)
+            # again: `prefetch` leaves out a block whose step on the host is due
+            calls += self._prefetch(buffers, zero.start_gathers)
             if not self._is_needed(buffers, kind):
                 # what is kept with the weights and not trained is always whole
-                frees = tuple(block for block in buffers if block.zero_stage == 3)
+                calls += [block.release for block in buffers if block.zero_stage == 3]
         elif self.zero_stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
+            # The host updates what comes next while the device computes the pass.
             following = planner.following.get(buffers[-1])
-            if following is not None and following.on_host:
-                updates = _add_new([following], self.updated)
-        early, _ = self._halves(kind)
-        closes_early = tuple(block for block in buffers if block.trained and early)
-        completes = self._completed(buffers) if kind in COMPLETING else ()
-        todo = After(prefetches, frees, updates, closes_early, completes)
-        return todo if any(todo) else None
-
-    def _halves(self, kind: Kind) -> tuple[bool, bool]:
-        """Whether a pass is the first, or the second, half of a split one that has separate
-        gradient buffers.
-        """
-        splits = self.zero_stage >= 2
-        return splits and kind is Kind.BACKWARD_INPUT, splits and kind is Kind.BACKWARD_WEIGHT
-
-    def _completed(self, buffers: Buffers) -> Buffers:
-        """The blocks that have had all passes of their period."""
-        found = []
-        for block in buffers:
-            self.due[block] -= 1
-            if self.due[block] == 0 and block.trained:
-                self.due[block] = self.period[block]
-                found.append(block)
-        if self.zero_stage >= 2:  # the buffers are closed: the next pass opens others
-            self.open.difference_update(found)
-        return tuple(found)
+            if following is not None and following.on_host and following not in self.updated:
+                self.updated.add(following)
+                calls.append(partial(zero.update_on_host, following))
+        if self.zero_stage >= 2 and kind is Kind.BACKWARD_INPUT:
+            calls += [block.close_early for block in buffers if block.trained]
+        if kind in COMPLETING:
+            for block in buffers:
+                self.due[block] -= 1
+                if self.due[block] == 0 and block.trained:
+                    self.due[block] = self.period[block]
+                    calls.append(partial(zero.complete, block))
+                    if self.zero_stage >= 2:  # the buffer is closed: the next pass opens another
+                        self.open.discard(block)
+        return calls
 
     # ---- stage 3: which weights are whole when
 
@@ -225,9 +207,10 @@ class _Walk:
             return self.remaining[buffers] > 0
         return bool(self.needs) and buffers in (self.needs[0], self._next_to(self.needs[0]))
 
-    def _prefetched(self, buffers: Buffers) -> Buffers:
-        """What is gathered while a pass that reads these computes."""
-        return self._next_to(buffers) if self.planner.overlap_gather else ()
+    def _prefetch(self, buffers: Buffers, start: Callable[[Buffers], None]) -> Calls:
+        """Of what is gathered while a pass that reads these computes."""
+        other = self._next_to(buffers) if self.planner.overlap_gather else ()
+        return [partial(start, other)] if other else []
 
     def _next_to(self, buffers: Buffers) -> Buffers:
         """The next other layer that is read, if it may be gathered while this one is: never two of
@@ -235,10 +218,3 @@ class _Walk:
         """
         other = next((other for other in self.needs if other != buffers), ())
         return () if self.planner.transformer_blocks.isdisjoint((*buffers, *other)) else other
-
-
-def _add_new(blocks: Iterable[Block], known: set[Block]) -> Buffers:
-    """Those that are not known yet, which they are from now on."""
-    found = tuple(block for block in blocks if block not in known)
-    known.update(found)
-    return found

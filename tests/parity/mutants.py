@@ -161,7 +161,7 @@ no dropout in the second run of recomputation | recompute pp2 zero-bubble
         saved.micro, dropout=None, hidden_dropout=None)))[1]
 = megatron/parallel/zero_plan.py _Walk.after
 reduced when the input gradients are complete | documents pp2 zero-bubble-v dp2
-    if kind in COMPLETING => if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    if kind in COMPLETING: => if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
 = megatron/parallel/zero_plan.py _Walk._periods
 a split backward reduced one micro-batch too early | documents pp2 zero-bubble-v dp2
     if often else count => if often else count - 1
@@ -200,21 +200,19 @@ the slice of another rank updated | dropout dp2 zero3
 a sum in the place of another rank's slice | dropout dp2 zero1
     slice(*block.shard_range) =>
         slice(block.size - block.shard_range[1], block.size - block.shard_range[0])
-= megatron/parallel/zero.py Zero._wait_for_block
+= megatron/parallel/zero.py Zero.wait_for_block
 gathered weights not awaited | sgd dp2 serial zero3
     self.gathering.pop(block).wait() => self.gathering.pop(block)
-= megatron/parallel/zero.py Zero.before_pass
+= megatron/parallel/zero.py Zero.gather
 a block freed before its pass | dropout dp2 zero3
-    if not any(block in self.host_steps for block in todo.prefetches): =>
-        early = [block.release() for block in todo.gathers if block not in todo.prefetches]
-        if not any(block in self.host_steps for block in todo.prefetches):
+    self.wait_for_block(block) => self.wait_for_block(block), block.release()
 = megatron/parallel/zero_plan.py _Walk._is_needed
 kept weights never freed, so that they go stale | dropout dp2 zero3 kept
     return self.remaining[buffers] > 0 => return True
 = megatron/parallel/zero_plan.py ZeroPlanner.reads_gathered
 weights gathered for forward passes alone | dropout dp2 zero3
     or (kind is not => or (False and kind is not
-= megatron/parallel/zero.py Zero._start_gather
+= megatron/parallel/zero.py Zero.start_gathers
 the own slice gathered as it was left | dropout dp2 zero3
     own.copy_(block.gathered_from, non_blocking=True) => own.zero_()
 = megatron/parallel/blocks.py Block.drop

@@ -40,7 +40,7 @@ class KeptWeights:
 
     reducing = None
     planner = SimpleNamespace(
-        plan=lambda turns: ZeroPlan((), [(None, None) for turn in turns for _ in turn])
+        plan=lambda turns: ZeroPlan([], [([], []) for turn in turns for _ in turn])
     )
 
 

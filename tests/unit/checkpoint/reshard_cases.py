@@ -187,9 +187,7 @@ def _computed_with(run: Run, checkpoint: Checkpoint) -> list[str]:
     padding included.
     """
     faults: list[str] = []
-    for block in run.optimizer.blocks:
-        if block.is_released:
-            run.zero._start_gather(block)
+    run.zero.start_gathers(run.zero.blocks)
     run.zero.wait_for_weights()
     for block in run.optimizer.blocks:
         for entry in block.entries:

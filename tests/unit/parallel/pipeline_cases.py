@@ -7,7 +7,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from random_schedules import random_schedule
+from random_schedules import random_placement, random_schedule
 from unit.by_hand import KeptWeights, backward, filled, forward, loss_gradient
 
 from megatron.config.groups import ModelConfig
@@ -17,7 +17,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.stages import Stage
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import Pipeline
-from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule
+from megatron.parallel.schedule import Kind, Schedule
 
 VOCAB, S, B, LAYERS = 30, 8, 2, 8
 CONFIG = ModelConfig(
@@ -70,17 +70,10 @@ def batch(model: GPTModel, index: int, training: bool = True):
 def outcome(schedule: Schedule, groups: Groups) -> tuple[dict, dict]:
     """(losses by micro-batch, gradients by name) of one run on this rank."""
     pipeline, blocks = pipeline_of(schedule.placement, groups)
-    training = any(
-        action.kind in COMPUTATIONS - {Kind.FORWARD}
-        for actions in schedule.actions
-        for action in actions
-    )
+    training = pipeline.prepared(schedule).trains
+    own = schedule.actions[pipeline.rank]
     with torch.set_grad_enabled(training):
-        order = dict.fromkeys(
-            action.micro
-            for action in schedule.actions[pipeline.rank]
-            if action.kind is Kind.FORWARD
-        )
+        order = dict.fromkeys(action.micro for action in own if action.kind is Kind.FORWARD)
         micro_batches = (batch(pipeline.model, index, training) for index in order)
         sums = pipeline.run(schedule, micro_batches, 0.5).losses
     gradients = (
@@ -108,23 +101,13 @@ def alone(micro_batches: int, training: bool = True) -> tuple[dict, dict]:
     } if training else {}
 
 
-def walk(draw: random.Random, ranks: int, stages: int) -> tuple[int, ...]:
-    """A placement where messages go to neighbours of the ring alone, and every rank has a stage."""
-    while True:
-        places = [draw.randrange(ranks)]
-        while len(places) < stages:
-            places.append((places[-1] + draw.choice([-1, 0, 1, 1])) % ranks)
-        if len(set(places)) == ranks:
-            return tuple(places)
-
-
 def drawn(seed: int, ranks: int) -> tuple[Schedule, bool]:
     """A random valid schedule, and whether each stage adds its gradients in the order of the
     micro-batches.
     """
     draw = random.Random(seed)
     training, ascending = draw.random() < 0.8, draw.random() < 0.5
-    placement = walk(draw, ranks, draw.randint(ranks, LAYERS))
+    placement = random_placement(draw, ranks, draw.randint(ranks, LAYERS))
     return random_schedule(draw, placement, draw.randint(1, 6), ascending, training), ascending
 
 

@@ -89,30 +89,20 @@ GPIPE, ONE = build_schedule("gpipe", 2, 1, 3), build_schedule("1f1b", 2, 1, 3)
     [
         (
             exchange(GPIPE, 1, Action(RF, 1, 0), Action(RF, 1, 1)),
-            "rank 1, action 0 (receive of the input of stage 1, micro-batch 1) is number 0 "
-            "from rank 0, "
-            "which there has the send of the output of stage 0, micro-batch 0, action 1",
+            "rank 1, action 0 (receive of the input of stage 1, micro-batch 1) is number 0 from "
+            "rank 0, which there has the send of the output of stage 0, micro-batch 0, action 1",
         ),
         (
             changed(ONE, 1, lambda actions: actions.remove(Action(RF, 1, 2))),
-            (
-                "(forward of stage 1, micro-batch 2) has no receive of the input of stage 1, "
-                "micro-batch 2"
-            ),
+            "(forward of stage 1, micro-batch 2) has no receive of the input of stage 1, micro",
         ),
         (
             exchange(ONE, 1, Action(F, 1, 1), Action(B, 1, 1)),
-            (
-                "(backward of stage 1, micro-batch 1) comes before the forward of stage 1, "
-                "micro-batch 1, action"
-            ),
+            "(backward of stage 1, micro-batch 1) comes before the forward of stage 1, micro",
         ),
         (
             changed(GPIPE, 0, lambda actions: actions.insert(0, Action(F, 1, 0))),
-            (
-                "rank 0, action 0 (forward of stage 1, micro-batch 0) is on the wrong rank: "
-                "stage 1 lies on rank 1"
-            ),
+            "(forward of stage 1, micro-batch 0) is on the wrong rank: stage 1 lies on rank 1",
         ),
         (dataclasses.replace(GPIPE, placement=(0, 2)), "its placement (0, 2) names other ranks"),
         (

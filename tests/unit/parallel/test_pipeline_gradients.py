@@ -44,15 +44,11 @@ def test_random_schedules_train_as_one_process(gloo_world, ranks):
         schedule, ascending = cases.drawn(seed, ranks)
         bounds = check(schedule)
         assert bounds.ascending or not ascending
-        training = any(
-            action.kind.value in "BI" for actions in schedule.actions for action in actions
-        )
-        kinds |= {action.kind.value for actions in schedule.actions for action in actions} | {
-            training
-        }
-        compare(
-            [rank[index] for rank in ranked], schedule.micro_batches, bounds.ascending, training
-        )
+        found = {action.kind.value for actions in schedule.actions for action in actions}
+        training = not found.isdisjoint("BI")
+        kinds |= {*found, training}
+        outcomes = [rank[index] for rank in ranked]
+        compare(outcomes, schedule.micro_batches, bounds.ascending, training)
     assert kinds == {"F", "B", "I", "W", "SF", "RF", "SB", "RB", True, False}
 
 

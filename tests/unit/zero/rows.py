@@ -234,31 +234,22 @@ def faults(row: Row, pipe: int, spans: dict[str, list[Span]], pieces: int) -> li
             expect(f"{kind} in update {number}", span.peak[kind], size, size)
     for what in ("step", "evaluation"):
         training = what == "step"
+        slots, gradients = (row.slots(pipe), due["gradients"]) if training else (0, 0)
+        scratch = row.scratch(pipe, pieces) if training else KIB
+        gathered = row.gathered(pipe) if row.stage == 3 else due["parameters"]
+        least_gathered = gathered / (2 if training or row.stage < 3 else 8)
+        waiting = due["gradients"] if row.offloaded else 0
+        bounds = {
+            "slots": (slots / 2, slots),
+            "scratch": (0, scratch),
+            "parameters": (least_gathered, gathered),
+            "gradients": (gradients, max(gradients, waiting)),
+            "optimizer": (due["optimizer"], due["optimizer"]),
+            "host": (due["host"], due["host"]),
+        }
         for number, span in enumerate(spans[what], 1):
-            at = f"in {what} {number}"
-            expect(
-                f"slots {at}",
-                span.peak["slots"],
-                row.slots(pipe) / 2 if training else 0,
-                row.slots(pipe) if training else 0,
-            )
-            expect(
-                f"scratch {at}",
-                span.peak["scratch"],
-                0,
-                row.scratch(pipe, pieces) if training else KIB,
-            )
-            gathered = row.gathered(pipe) if row.stage == 3 else due["parameters"]
-            expect(
-                f"parameters {at}",
-                span.peak["parameters"],
-                gathered / (2 if training or row.stage < 3 else 8),
-                gathered,
-            )
-            most = due["gradients"] if training or row.offloaded else 0
-            expect(f"gradients {at}", span.peak["gradients"], most if training else 0, most)
-            for kind in ("optimizer", "host"):
-                expect(f"{kind} {at}", span.peak[kind], due[kind], due[kind])
+            for kind, (least, most) in bounds.items():
+                expect(f"{kind} in {what} {number}", span.peak[kind], least, most)
     # the last one is of the test set
     assert len(spans["step"]) == 2 and len(spans["evaluation"]) == 3
     return found

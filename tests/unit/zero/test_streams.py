@@ -75,7 +75,7 @@ def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
     "function, row",
     [
         *(("_on_stream", row(stage)) for stage in range(4)),
-        *(("_wait_for_block", row(stage)) for stage in (1, 3)),
+        *(("wait_for_block", row(stage)) for stage in (1, 3)),
         *(("_finish_reduction", row(stage)) for stage in (0, 2)),
         ("_free_spent", row(2)),
         ("finish_gradients", row(0)),

@@ -33,19 +33,11 @@ def reads(row: Row, pipe: int) -> list[str]:
     """The blocks whose weights a pipeline rank's computations read in a step, in order: forward and
     backward passes do, weight gradients and the embedding's backward pass do not.
     """
-    layers, stages, blocks, found = (
-        dict(row.size)["layers"],
-        row.pp * (1 + row.has_v),
-        row.blocks(pipe),
-        [],
-    )
+    layers, stages = dict(row.size)["layers"], row.pp * (1 + row.has_v)
+    blocks, found = row.blocks(pipe), []
     for action in build_schedule(schedule_of(row), row.pp, 1 + row.has_v, row.micro).actions[pipe]:
-        units = [
-            f"layer {layer}"
-            for layer in range(
-                action.stage * layers // stages, (action.stage + 1) * layers // stages
-            )
-        ]
+        first, end = (stage * layers // stages for stage in (action.stage, action.stage + 1))
+        units = [f"layer {layer}" for layer in range(first, end)]
         units += ["head" if "head" in blocks else "embedding"] * (action.stage == stages - 1)
         if action.kind is Kind.FORWARD:
             found += ["embedding"] * (action.stage == 0) + units
@@ -134,13 +126,9 @@ def test_messages_are_those_of_the_action_list(gloo_world, row):
     for rank, calls in enumerate(gloo_world(row.world).run(count, row.command)):
         pipe, sent = rank // row.dp, of_zero(calls)
         assert Counter((call.kind, call.bytes) for call in sent) == messages_due(row, pipe)
-        weights_at_start = (
-            (row.sharers - 1)
-            / row.sharers
-            * PRECISIONS[row.precision][1]
-            * sum(row.blocks(pipe).values())
-            * (row.stage in (1, 2))
-        )
+        weights = PRECISIONS[row.precision][1] * sum(row.blocks(pipe).values())
+        shares_at_start = (row.sharers - 1) / row.sharers * (row.stage in (1, 2))
+        weights_at_start = weights * shares_at_start
         assert (sum(call.bytes for call in sent) - weights_at_start) / STEPS <= most(row, pipe)
         shard = tuple(range(pipe * row.dp, (pipe + 1) * row.dp))
         assert {call.ranks for call in sent} == {shard}
