@@ -72,7 +72,7 @@ def print_error(error: UserError) -> None:
 
     torchrun and `srun --kill-on-bad-exit` end the other ranks as soon as the first one has failed.
     """
-    launch = rough_launch()
+    launch, text = rough_launch(), explained(error)
     rank = launch.rank
     if rank > 0:
         # raised on several ranks together: the first of them prints it
@@ -81,14 +81,11 @@ def print_error(error: UserError) -> None:
         # the rank that failed has printed it and has the exit code
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(PATIENCE + launch.local_rank / 2)  # and the ranks of a node one after the other
-    text = explained(error)
-    if isinstance(error, ArgumentErrors) and rank > 0:
-        text = error.faults[0]
-    print(
-        f"rank {rank}: {text}" if rank > 0 and not text.startswith("rank ") else text,
-        file=sys.stderr,
-        flush=True,
-    )
+        if isinstance(error, ArgumentErrors):
+            text = error.faults[0]
+        if not text.startswith("rank "):
+            text = f"rank {rank}: {text}"
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

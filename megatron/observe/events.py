@@ -144,7 +144,6 @@ class EventLog:
         self._mark()
 
     def write(self, event: str, iteration: int, **fields: Any) -> None:
-        """One event, now."""
         now = round(self.started + self._elapsed(), 3)
         row = {"event": event, "time": now, "iteration": iteration, **fields}
         if self.file is not None:
@@ -210,12 +209,10 @@ class EventLog:
         }
 
     def end(self, iteration: int, code: int, reason: str) -> None:
-        """The last event of a start."""
         self.steps(iteration)
         self.write("end", iteration, code=code, reason=reason)
 
     def close(self) -> None:
-        """Close the file."""
         if self.file is not None:
             self.file.close()
             self.file = None

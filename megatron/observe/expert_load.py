@@ -25,16 +25,16 @@ def load_metrics(counts: Mapping[str, list[float]], by_layer: bool) -> dict[str,
     dropped choices: the greatest and the smallest load in any layer, as a multiple of the mean, and
     the share of dropped choices. `by_layer`: also for each layer.
     """
-    layers, rows = _layers(counts), []
-    chosen = missed = 0.0
-    for *tokens, left_out in layers.values():
-        total = sum(tokens)
-        mean = total / len(tokens)
-        rows.append((max(tokens) / mean, min(tokens) / mean, left_out / total))
-        chosen, missed = chosen + total, missed + left_out
-    if not rows:
+    layers = _layers(counts)
+    if not layers:
         return {}
-    most, least, _ = zip(*rows)
+    rows = {}
+    for layer, (*tokens, dropped) in layers.items():
+        mean = sum(tokens) / len(tokens)
+        rows[layer] = max(tokens) / mean, min(tokens) / mean, dropped / sum(tokens)
+    most, least, _ = zip(*rows.values())
+    missed = sum(numbers[-1] for numbers in layers.values())
+    chosen = sum(sum(numbers[:-1]) for numbers in layers.values())
     found = {
         "expert-load-max": max(most),
         "expert-load-min": min(least),
@@ -42,7 +42,7 @@ def load_metrics(counts: Mapping[str, list[float]], by_layer: bool) -> dict[str,
     }
     if by_layer:
         names = [*found]
-        for layer, row in zip(layers, rows):
+        for layer, row in rows.items():
             found |= {f"{name}/{layer}": value for name, value in zip(names, row)}
     return found
 

@@ -29,7 +29,6 @@ class JsonLines:
             line = line[os.write(self.fd, line) :]
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self.fd)
 
 

@@ -142,14 +142,10 @@ def memory_metrics(device: torch.device) -> Metrics:
     status = Path("/proc/self/status")
     if not status.exists():
         return {}
-    kib = {
-        key: int(rest.split()[0])
-        for key, _, rest in (line.partition(":") for line in status.read_text().splitlines())
-        if key in ("VmRSS", "VmHWM")
-    }
+    kib = dict(line.split(":", 1) for line in status.read_text().splitlines())
     return {
-        "mem-allocated-bytes": kib["VmRSS"] * 1024,
-        "mem-max-allocated-bytes": kib["VmHWM"] * 1024,
+        "mem-allocated-bytes": int(kib["VmRSS"].split()[0]) * 1024,
+        "mem-max-allocated-bytes": int(kib["VmHWM"].split()[0]) * 1024,
     }
 
 

@@ -89,33 +89,35 @@ class Tracker:
         last: iterations never decrease.
         """
         iteration = self._iteration = max(iteration, self._iteration)
-        rare = any(name.startswith(_RARE) for name in metrics)
+        is_thinned = iteration % self._interval and not any(map(_is_rare, metrics))
         self._reached |= {name: metrics[name] for name in AXES if name in metrics}
         for name, backend in list(self._backends.items()):
-            row = {**self._reached, **metrics} if name == "wandb" else metrics
-            if name == "metrics.jsonl" or rare or iteration % self._interval == 0:
-                with self._guarded(name):
-                    backend.write(iteration, row)
+            if is_thinned and name != "metrics.jsonl":
+                continue
+            with self._guarded(name):
+                backend.write(iteration, self._reached | metrics if name == "wandb" else metrics)
 
     def show(self, name: str, draw: Callable[[], str], *, last: bool) -> None:
         """Log a picture (SVG) or text (HTML) of the iteration logged last to wandb: the first of a
         name in this start, and each that is `last`.
         """
-        wandb = self._backends.get("wandb")
-        if isinstance(wandb, _Wandb) and (last or name not in self._shown):
+        backend = self._backends.get("wandb")
+        if backend is not None and (last or name not in self._shown):
             self._shown.add(name)
             with self._guarded("wandb"):
-                wandb.show(self._iteration, self._reached, name, draw())
+                import wandb
+
+                picture: Any = wandb.Html(draw(), inject=False)
+                backend.write(self._iteration, {**self._reached, name: picture})
 
     def summarise(self, figures: Callable[[], Metrics]) -> None:
         """Replace figures of the whole run in wandb's summary."""
-        wandb = self._backends.get("wandb")
-        if isinstance(wandb, _Wandb):
+        backend = self._backends.get("wandb")
+        if isinstance(backend, _Wandb):
             with self._guarded("wandb"):
-                wandb.summarise(figures())
+                backend.run.summary.update(figures())
 
     def close(self) -> None:
-        """Flush and close everything."""
         for name, backend in list(self._backends.items()):
             with self._guarded(name):
                 backend.close()
@@ -256,7 +258,7 @@ class _Wandb:
             )
             mode = "offline"
         try:
-            self._run = start(mode=mode)
+            self.run = start(mode=mode)
         except Exception as error:
             if mode != "online":
                 raise
@@ -265,31 +267,23 @@ class _Wandb:
                 f"({type(error).__name__}: {error}); `wandb sync` uploads later."
             )
             wandb.teardown()  # else its service still holds the run id
-            self._run = start(mode="offline")
+            self.run = start(mode="offline")
         for axis in ("iteration", *AXES.values()):
-            self._run.define_metric(axis, hidden=True)  # no separate chart
-        self._run.define_metric("*", step_metric="iteration")
+            self.run.define_metric(axis, hidden=True)  # no separate chart
+        self.run.define_metric("*", step_metric="iteration")
         self._mark = {RESUMED: resumed_iteration} if resumed_iteration else {}
-        offline = " (offline)" if self._run.offline else ""
+        offline = " (offline)" if self.run.offline else ""
         self.where = f"run {identity}{offline} in {folder / 'wandb'}"
 
     def write(self, iteration: int, metrics: dict[str, Any]) -> None:
         row = {wandb_name(name): value for name, value in {**self._mark, **metrics}.items()}
-        self._run.log({"iteration": iteration, **row})
+        self.run.log({"iteration": iteration, **row})
         self._mark = {}
-
-    def show(self, iteration: int, reached: Metrics, name: str, picture: str) -> None:
-        import wandb
-
-        self.write(iteration, {**reached, name: wandb.Html(picture, inject=False)})
-
-    def summarise(self, figures: Metrics) -> None:
-        self._run.summary.update(figures)
 
     def close(self) -> None:
         import wandb
 
-        self._run.finish()
+        self.run.finish()
         wandb.teardown()  # finish alone may return before its service has written the file
 
 
@@ -329,9 +323,10 @@ def redact(value: Any, secret_values: set[str]) -> Any:
     every occurrence of `secret_values`.
     """
     if isinstance(value, dict):
-        hidden = {name for name in value if _is_secret(str(name)) and value[name] is not None}
         return {
-            name: "***" if name in hidden else redact(item, secret_values)
+            name: "***"
+            if item is not None and _is_secret(str(name))
+            else redact(item, secret_values)
             for name, item in value.items()
         }
     if isinstance(value, (list, tuple)):
@@ -342,7 +337,10 @@ def redact(value: Any, secret_values: set[str]) -> Any:
     return value
 
 
+def _is_rare(name: str) -> bool:
+    return name.startswith(_RARE)
+
+
 def _json_number(value: float) -> float | str:
     """NaN and infinities, which JSON lacks, as strings that `float()` reads back."""
-    value = value if isinstance(value, int) else float(value)
-    return value if math.isfinite(value) else json.dumps(value)
+    return value if math.isfinite(value) else json.dumps(float(value))
