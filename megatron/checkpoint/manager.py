@@ -84,23 +84,19 @@ class Staging:
         """Send the writer the file in waves of what the memory holds; returns with the last one on
         its way into it.
         """
-        # a wave ends with a whole chunk, so that the writer digests what it has
-        wave = (len(self.memory) - len(header)) // m.CHUNK * m.CHUNK
         self.memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         self.end = len(header)
-        limit = self.end + wave
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             for part in data:
                 while len(part):
-                    if self.end == limit:
+                    if self.end == len(self.memory):
                         self.hand_over()
                         taken = self.background.answer(wait=True)
                         if "error" in taken:
                             raise CheckpointError(taken["error"])
-                        limit = wave
-                    count = min(len(part), limit - self.end)
+                    count = min(len(part), len(self.memory) - self.end)
                     place = self.memory[self.end : self.end + count]
                     place.copy_(part[:count], non_blocking=True)
                     self.end += count
