@@ -15,10 +15,9 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,6 @@ MEGATRON_SPECIAL = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"]
 ]
 MEGATRON_VOCAB = 131072
 INTEGERS = re.compile(r"[\d\s]*", re.ASCII)  # of the NullTokenizer
-
-
 Encoded = tuple[np.ndarray, np.ndarray]  # all ids, and the number of ids of each text
 
 
@@ -74,12 +71,12 @@ class Tokenizer:
     fingerprint: digest of its files.
     """
 
-    name: str
     vocab_size: int
     eod: int
-    fingerprint: str
     encode_many: Callable[[list[str]], Encoded]
     decode: Callable[[list[int]], str]
+    name: str = ""
+    fingerprint: str = ""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
@@ -128,14 +125,19 @@ def build_tokenizer(config: DataConfig, include_special_tokens: bool = False) ->
 
 def _read(kind: str, config: DataConfig, include_special_tokens: bool) -> Tokenizer:
     """The tokenizer in the files of the flags."""
-    fields, what, read = FORMATS[kind]
+    fields = ("vocab_file", "merge_file") if kind == "GPT2BPETokenizer" else ("tokenizer_model",)
     paths = [_file(getattr(config, field), flag_name(field), kind) for field in fields]
-    options = {
-        "vocab_size": config.vocab_size,
-        "include_special_tokens": include_special_tokens,
-    }
+    parts: list[Path | int] = [*paths]
     try:
-        return read(*paths, **options)
+        if kind == "SentencePieceTokenizer":
+            digest, found = "sentencepiece", _sentencepiece(*paths)
+        elif kind == "HuggingFaceTokenizer":
+            digest, found = "huggingface", _huggingface(*paths, include_special_tokens)
+        elif kind == "GPT2BPETokenizer":
+            digest, found = "gpt2", _gpt2(*paths)
+        else:
+            digest, found = "tiktoken", _tiktoken(*paths, config.vocab_size)
+            parts.append(found.vocab_size)  # which --vocab-size may have cut
     except ImportError as error:
         raise UserError(
             f"--tokenizer-type: {kind} needs the package {error.name} ({error}): "
@@ -145,7 +147,11 @@ def _read(kind: str, config: DataConfig, include_special_tokens: bool) -> Tokeni
         if isinstance(error, UserError) and not isinstance(error, InputError):
             raise
         files = ", ".join(f"{flag_name(field)} {path}" for field, path in zip(fields, paths))
-        raise UserError(f"{files}: not {what} ({error})") from None
+        raise UserError(
+            f"{files}: not of --tokenizer-type {kind} ({error}); give its files, or another type"
+        ) from None
+    fingerprint = _fingerprint(digest, *parts)
+    return dataclasses.replace(found, name=f"{kind} {paths[0].name}", fingerprint=fingerprint)
 
 
 def _file(value: str | None, flag: str, kind: str) -> Path:
@@ -192,7 +198,7 @@ def _eod(path: Path, find: Callable[[str], int | None]) -> int:
 # ---- one function for each library; what it raises is reported with the flags (`_read`)
 
 
-def _sentencepiece(path: Path, **_: object) -> Tokenizer:
+def _sentencepiece(path: Path) -> Tokenizer:
     """End of document: the model's own eos id, else by EOD_TOKENS."""
     model = importlib.import_module("sentencepiece").SentencePieceProcessor()
     model.LoadFromSerializedProto(path.read_bytes())
@@ -201,56 +207,48 @@ def _sentencepiece(path: Path, **_: object) -> Tokenizer:
         found = model.PieceToId(token)
         return found if model.IdToPiece(found) == token else None
 
+    def encode(texts: list[str]) -> Encoded:
+        return _joined(model.Encode(texts, out_type=int, num_threads=1))
+
     eod = model.eos_id() if model.eos_id() >= 0 else _eod(path, find)
-    encode = lambda texts: _joined(model.Encode(texts, out_type=int, num_threads=1))  # noqa: E731
-    name, digest = f"SentencePieceTokenizer {path.name}", _fingerprint("sentencepiece", path)
-    return Tokenizer(name, model.GetPieceSize(), eod, digest, encode, model.Decode)
+    return Tokenizer(model.GetPieceSize(), eod, encode, model.Decode)
 
 
-def _huggingface(path: Path, include_special_tokens: bool, **_: object) -> Tokenizer:
+def _huggingface(path: Path, include_special_tokens: bool) -> Tokenizer:
     """End of document: eos_token of tokenizer_config.json, else by EOD_TOKENS."""
     model = importlib.import_module("tokenizers").Tokenizer.from_file(str(path))
     settings = path.with_name("tokenizer_config.json")
-    named = _named_eos(settings)
-    eod = _eod(path, model.token_to_id) if named is None else model.token_to_id(named)
+    named = None
+    if os.path.lexists(settings):
+        try:
+            named = read_json(settings).get("eos_token")
+        except InputError as error:
+            raise UserError(
+                f"{settings}: cannot be used: {error}; correct the file, or remove it to go by "
+                "tokenizer.json alone"
+            ) from None
+    if isinstance(named, dict):
+        named = named.get("content")
+    if named is None:
+        eod = _eod(path, model.token_to_id)
+    else:
+        eod = model.token_to_id(named) if isinstance(named, str) else None
     if eod is None:
         raise UserError(
             f"{settings}: its eos_token {named!r} is not in {path.name}: correct one of them"
         )
-    name, digest = f"HuggingFaceTokenizer {path.name}", _fingerprint("huggingface", path)
-    return _from_tokenizers(name, model, eod, digest, include_special_tokens)
+    return _from_tokenizers(path, model, eod, include_special_tokens)
 
 
-def _named_eos(settings: Path) -> str | None:
-    """The eos_token of a tokenizer_config.json; None where there is no such file or it names none.
-    Raises UserError.
-    """
-    if not os.path.lexists(settings):
-        return None
-    try:
-        named = read_json(settings).get("eos_token")
-        if isinstance(named, dict):
-            named = named.get("content")
-        if named is not None and not isinstance(named, str):
-            raise InputError("eos_token is not text")
-    except InputError as error:
-        raise UserError(
-            f"{settings}: cannot be used: {error}; correct the file, or remove it to go by "
-            "tokenizer.json alone"
-        ) from None
-    return named
-
-
-def _gpt2(vocab: Path, merges: Path, **_: object) -> Tokenizer:
+def _gpt2(vocab: Path, merges: Path) -> Tokenizer:
     """End of document: `<|endoftext|>`."""
     library = importlib.import_module("tokenizers")
     model = library.ByteLevelBPETokenizer.from_file(str(vocab), str(merges))._tokenizer
-    name, digest = f"GPT2BPETokenizer {vocab.name}", _fingerprint("gpt2", vocab, merges)
-    return _from_tokenizers(name, model, _eod(vocab, model.token_to_id), digest)
+    return _from_tokenizers(vocab, model, _eod(vocab, model.token_to_id))
 
 
 def _from_tokenizers(
-    name: str, model: Any, eod: int, fingerprint: str, include_special_tokens: bool = False
+    path: Path, model: Any, eod: int, include_special_tokens: bool = False
 ) -> Tokenizer:
     model.encode_special_tokens = True  # a special token spelled out in a text is text
     model.no_truncation()
@@ -258,7 +256,7 @@ def _from_tokenizers(
     ids = list(model.get_vocab(with_added_tokens=True).values())
     if not ids or len(set(ids)) < len(ids) or max(ids) >= 2**31:
         raise UserError(
-            f"{name}: its vocabulary is empty, gives an id to two tokens, or has one above "
+            f"{path}: its vocabulary is empty, gives an id to two tokens, or has one above "
             "2**31: make the file again"
         )
 
@@ -266,11 +264,10 @@ def _from_tokenizers(
         found = model.encode_batch_fast(texts, add_special_tokens=include_special_tokens)
         return _joined([encoding.ids if text else [] for encoding, text in zip(found, texts)])
 
-    decode = partial(model.decode, skip_special_tokens=False)
-    return Tokenizer(name, max(ids) + 1, eod, fingerprint, encode, decode)
+    return Tokenizer(max(ids) + 1, eod, encode, partial(model.decode, skip_special_tokens=False))
 
 
-def _tiktoken(path: Path, vocab_size: int | None, **_: object) -> Tokenizer:
+def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
     """A .tiktoken file under its published name (end of document: `<|endoftext|>`), Llama 3's
     tokenizer.model (`<|end_of_text|>`), or Megatron's JSON (`</s>`; cut to --vocab-size).
     """
@@ -293,9 +290,11 @@ def _tiktoken(path: Path, vocab_size: int | None, **_: object) -> Tokenizer:
     model = importlib.import_module("tiktoken").Encoding(
         path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
-    encode = lambda texts: _joined(model.encode_ordinary_batch(texts, num_threads=1))  # noqa: E731
-    name, digest = f"TikTokenizer {path.name}", _fingerprint("tiktoken", path, model.n_vocab)
-    return Tokenizer(name, model.n_vocab, eod, digest, encode, model.decode)
+
+    def encode(texts: list[str]) -> Encoded:
+        return _joined(model.encode_ordinary_batch(texts, num_threads=1))
+
+    return Tokenizer(model.n_vocab, eod, encode, model.decode)
 
 
 def _published_ranks(path: Path, eod: int | None = None) -> dict[bytes, int]:
@@ -303,7 +302,7 @@ def _published_ranks(path: Path, eod: int | None = None) -> dict[bytes, int]:
     `eod` among the ranks is left out.
     """
     lines = path.read_bytes().splitlines()
-    return _checked_ranks("line", lines, bytes.split, eod)
+    return _checked_ranks([line.split() for line in lines if line], eod)
 
 
 def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
@@ -314,61 +313,46 @@ def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
         raise InputError(
             f"a vocabulary of {vocab_size} is too small for {first} special tokens and 256 bytes"
         )
-    ranks = _checked_ranks("entry", entries[:size], itemgetter("token_bytes", "rank"))
-    return {token: first + rank for token, rank in ranks.items()}
+    rows = [(entry["token_bytes"], entry["rank"]) for entry in entries[:size]]
+    return {token: first + rank for token, rank in _checked_ranks(rows).items()}
 
 
-def _checked_ranks(
-    unit: str, rows: Iterable[Any], read: Callable[[Any], Any], eod: int | None = None
-) -> dict[bytes, int]:
+def _checked_ranks(rows: Sequence[Sequence[Any]], eod: int | None = None) -> dict[bytes, int]:
     """Token -> rank of rows, each of a token in base64 and its rank. Raises InputError unless the
     ranks count up from 0 without `eod`, each once, and every single byte is a token.
     """
     ranks: dict[bytes, int] = {}
     for number, row in enumerate(rows, 1):
-        if not row:
-            continue
         try:
-            text, rank = read(row)
+            text, rank = row
             token = base64.b64decode(text, validate=True)
-            is_new = bool(token) and token not in ranks
+            if not token or token in ranks:
+                raise ValueError
             ranks[token] = int(rank)
-        except (KeyError, TypeError, ValueError):
-            is_new = False
-        if not is_new:
-            raise InputError(f"{unit} {number} is not a new token in base64 and its rank")
-    expected = (rank for rank in itertools.count() if rank != eod)
-    for rank, right in zip(sorted(ranks.values()), expected):
-        if rank != right:
-            raise InputError(f"rank {right} is missing, or another one is given twice")
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+        except (TypeError, ValueError):
+            raise InputError(f"entry {number} is not a new token in base64 and its rank") from None
+    expected = [rank for rank in range(len(ranks) + 1) if rank != eod][: len(ranks)]
+    missing = set(expected) - set(ranks.values())
     if missing:
+        raise InputError(f"rank {min(missing)} is missing, or another one is given twice")
+    unknown = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if unknown:
         raise InputError(
-            f"the single byte {missing[0]} has no token, so that some texts could not be encoded"
+            f"the single byte {unknown[0]} has no token, so that some texts could not be encoded"
         )
     return ranks
-
-
-# --tokenizer-type: fields with its files, what they must be, and how they are read
-FORMATS: dict[str, tuple[tuple[str, ...], str, Callable[..., Tokenizer]]] = {
-    "SentencePieceTokenizer": (("tokenizer_model",), "a SentencePiece model", _sentencepiece),
-    "HuggingFaceTokenizer": (("tokenizer_model",), "a tokenizer.json", _huggingface),
-    "GPT2BPETokenizer": (
-        ("vocab_file", "merge_file"),
-        "a GPT-2 BPE vocabulary and merges",
-        _gpt2,
-    ),
-    "TikTokenizer": (("tokenizer_model",), "a tiktoken vocabulary that can be used", _tiktoken),
-}
 
 
 def _null(vocab_size: int | None) -> Tokenizer:
     """Whitespace-separated integers in [0, vocab_size]; the last is the end of document."""
     if vocab_size is None or vocab_size < 1:
         raise UserError("--vocab-size is missing: --tokenizer-type NullTokenizer needs it")
-    decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
+
+    def decode(ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
     digest = _fingerprint("null", vocab_size)
-    return Tokenizer("NullTokenizer", vocab_size + 1, vocab_size, digest, parse_integers, decode)
+    return Tokenizer(vocab_size + 1, vocab_size, parse_integers, decode, "NullTokenizer", digest)
 
 
 def parse_integers(texts: list[str]) -> Encoded:
@@ -382,8 +366,5 @@ def parse_integers(texts: list[str]) -> Encoded:
                 f"{text[:60]!r}"
             )
     nothing = np.empty(0, np.int64)  # numpy reads one 0 from blank text
-    parts = [
-        np.fromstring(text, np.int64, sep=" ") if text and not text.isspace() else nothing
-        for text in texts
-    ]
+    parts = [np.fromstring(text, np.int64, sep=" ") if text.strip() else nothing for text in texts]
     return np.concatenate(parts or [nothing]), np.fromiter(map(len, parts), np.int64, len(parts))

@@ -211,9 +211,13 @@ def test_null_tokenizer():
             "--tokenizer-model tests: the folder holds no tokenizer.json",
         ),
         ("GPT2BPETokenizer", {"vocab_file": __file__}, "--merge-file is missing"),
-        ("GPT2BPETokenizer", {"vocab_file": __file__, "merge_file": __file__}, "not a GPT-2 BPE"),
-        ("SentencePieceTokenizer", {"tokenizer_model": __file__}, "not a SentencePiece model"),
-        ("TikTokenizer", {"tokenizer_model": __file__}, "not a tiktoken vocabulary"),
+        (
+            "GPT2BPETokenizer",
+            {"vocab_file": __file__, "merge_file": __file__},
+            "not of --tokenizer-type GPT2",
+        ),
+        ("SentencePieceTokenizer", {"tokenizer_model": __file__}, "not of --tokenizer-type Sent"),
+        ("TikTokenizer", {"tokenizer_model": __file__}, "not of --tokenizer-type Tik"),
     ],
 )
 def test_faults_are_named(kind, files, message):
@@ -225,7 +229,7 @@ def test_faults_are_named(kind, files, message):
     "content, message",
     [
         ("[]", "expected an object, found a list"),
-        ('{"eos_token": 3}', "eos_token is not text"),
+        ('{"eos_token": 3}', "its eos_token 3 is not in tokenizer.json"),
         ('{"eos_token": "<nowhere>"}', "its eos_token '<nowhere>' is not in tokenizer.json"),
         ("[" * 20_000, "nested deeper than 64 levels"),
         ("{", "not JSON"),
@@ -242,7 +246,7 @@ def test_a_tokenizer_config_that_cannot_be_used(files, tmp_path, content, messag
     "change, message",
     [
         (lambda rows: rows.pop(70), "rank 70 is missing, or"),
-        (lambda rows: rows.append(rows[3]), "(line|entry) 257 is not a new token in base64"),
+        (lambda rows: rows.append(rows[3]), "entry 257 is not a new token in base64"),
         (lambda rows: rows.append({"rank": 256, "token_bytes": "?"}), "257 is not a new token"),
         (lambda rows: rows[65].update(token_bytes="YWI="), "the single byte 65 has no token"),
     ],
@@ -253,6 +257,6 @@ def test_tiktoken_vocabularies_that_cannot_be_used(tmp_path, change, message):
     (tmp_path / "r50k_base.tiktoken").write_text(published(rows))
     (tmp_path / "mega.json").write_text(json.dumps(rows))
     for name in ("r50k_base.tiktoken", "mega.json"):
-        fault = f"--tokenizer-model .*{name}: not a tiktoken vocabulary that can be used .*"
+        fault = f"--tokenizer-model .*{name}: not of --tokenizer-type TikTokenizer .*"
         with pytest.raises(UserError, match=fault + message):
             build("TikTokenizer", tmp_path, name)

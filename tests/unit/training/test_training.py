@@ -328,7 +328,7 @@ def test_only_mistakes_of_the_user_lose_their_traceback(tmp_path, capsys, monkey
     model = str(tmp_path / "tokenizer.model")
     flags += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model]
     assert main(flags) == 2
-    assert "not a SentencePiece model" in capsys.readouterr().err
+    assert "not of --tokenizer-type SentencePieceTokenizer" in capsys.readouterr().err
     # a frame of megatron's
     inside = types.FunctionType((lambda *_: int("x")).__code__, vars(pretrain))
     monkeypatch.setattr(pretrain, "choose_device", inside)
