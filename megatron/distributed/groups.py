@@ -66,25 +66,19 @@ class Layout:
 
     def rank(self, at: dict[str, int]) -> int:
         """The rank at these coordinates."""
-        rank = 0
-        for axis in self.order:
-            rank = rank * getattr(self, axis) + at[axis]
-        return rank
+        return int(np.ravel_multi_index([at[axis] for axis in self.order], self.sizes))
 
-    def lines(self, axes: tuple[str, ...], rank: int | None = None) -> list[Ranks]:
-        """The ranks that differ only in `axes`, ascending: all such lines, or that of one rank."""
+    def lines(self, axes: tuple[str, ...]) -> np.ndarray:
+        """The ranks that differ only in `axes`, ascending: [lines, ranks of each]."""
         inside = [place for place, axis in enumerate(self.order) if axis in axes]
         grid = np.arange(self.world).reshape(self.sizes)
         grid = np.moveaxis(grid, inside, range(-len(inside), 0))
-        lines = grid.reshape(-1, math.prod(grid.shape[-len(inside) :]))
-        if rank is not None:
-            lines = lines[(lines == rank).any(axis=1)]
-        return list(map(tuple, lines.tolist()))
+        return grid.reshape(-1, math.prod(grid.shape[-len(inside) :]))
 
 
 class Partition(NamedTuple):
     """A way to form groups: `size` ranks each, `stride` apart in a line of ranks that differ only
-    in `axes`. A rank that is in no full group is in none.
+    in `axes`.
     """
 
     axes: tuple[str, ...]
@@ -93,17 +87,11 @@ class Partition(NamedTuple):
 
     def groups(self, layout: Layout, rank: int | None = None) -> list[Ranks]:
         """All groups, or only that of one rank."""
-        strided = [
-            line[start :: self.stride]
-            for line in layout.lines(self.axes, rank)
-            for start in range(self.stride)
-        ]
-        parts = [
-            ranks[first : first + self.size]
-            for ranks in strided
-            for first in range(0, len(ranks), self.size)
-        ]
-        return [part for part in parts if len(part) == self.size and (rank is None or rank in part)]
+        blocks = layout.lines(self.axes).reshape(-1, self.size, self.stride)
+        groups = blocks.swapaxes(1, 2).reshape(-1, self.size)
+        if rank is not None:
+            groups = groups[(groups == rank).any(axis=1)]
+        return list(map(tuple, groups.tolist()))
 
 
 @dataclass(frozen=True)
@@ -243,13 +231,16 @@ def build_groups(
 
     # tp ranks hold the same key/value head where there are fewer heads than ranks
     share = max(1, layout.tp // (kv_heads or layout.tp))
-    partitions = _dense_partitions(layout, share, tied, shard, cp_heads, cp_ring)
+    partitions = _dense_partitions(layout, share, shard, cp_heads, cp_ring)
     if experts:
         partitions |= _expert_partitions(layout, shard)
     groups = {
         name: partition.groups(layout, rank if own_only else None)
         for name, partition in partitions.items()
     }
+    if tied and layout.pp > 1:
+        ends = [(line[0], line[-1]) for line in groups["pp"]]
+        groups["tied"] = [pair for pair in ends if rank in pair or not own_only]
     make = partial(_make_axes, rank, new_group)
     found = make(groups)
     # on separate process groups
@@ -302,14 +293,14 @@ def _buffers(axes: dict[str, Axis], experts: bool) -> dict[str, BufferGroups]:
 
 
 def _dense_partitions(
-    layout: Layout, share: int, tied: bool, shard: int, heads: int, ring: int
+    layout: Layout, share: int, shard: int, heads: int, ring: int
 ) -> dict[str, Partition]:
     """`share` neighbours of tp hold the same key/value head; in attention `heads` neighbours of cp
     exchange heads, and `ring` such groups form rings.
     """
     replicas = layout.dp * layout.cp
-    found = {name: Partition((name,), getattr(layout, name)) for name in ORDER}
-    found |= {
+    axes = {name: Partition((name,), getattr(layout, name)) for name in ORDER}
+    return axes | {
         "world": Partition(ORDER, layout.world),
         "replicas": Partition(("dp", "cp"), replicas),
         "shard": Partition(("dp", "cp"), shard),
@@ -318,9 +309,6 @@ def _dense_partitions(
         "cp_heads": Partition(("cp",), heads),
         "cp_ring": Partition(("cp",), ring, stride=heads),
     }
-    if tied and layout.pp > 1:
-        found["tied"] = Partition(("pp",), 2, stride=layout.pp - 1)
-    return found
 
 
 def _expert_partitions(layout: Layout, shard: int) -> dict[str, Partition]:

@@ -172,9 +172,9 @@ partial gradients summed on the first pipeline rank alone | llama pp2 1f1b tp2 s
 = megatron/parallel/zero.py sum_partial_gradients
 no sum of a tied matrix's gradients | gpt pp2 gpipe
     , ("tied", groups.tied) =>
-= megatron/distributed/groups.py _dense_partitions
+= megatron/distributed/groups.py build_groups
 a tied matrix summed over data-parallel ranks | documents pp2 1f1b dp2
-    Partition(("pp",), 2, stride=layout.pp - 1) => Partition(("dp",), layout.dp)
+    [pair for pair in ends if rank in pair or not own_only] => groups["dp"]
 = megatron/parallel/blocks.py Block.counted
 both copies of a tied matrix counted in the norm | gpt pp2 gpipe
     if holders(box, groups).rank > 0: =>

@@ -21,9 +21,6 @@ from megatron.config.errors import some
 from megatron.distributed.rendezvous import name_ranks
 
 TOLERANCE = 0.1
-DISK_TOLERANCE = (
-    0.5  # nodes share a disk, and others use it: its speed differs from one to the next
-)
 CLOCK = 2.0  # seconds
 DEVIATION = 1.4826  # of a normal distribution, over its median absolute deviation
 SHOWN = 16  # most nodes that the table lists
@@ -95,19 +92,20 @@ def missing_ranks(findings: Findings, hosts: Sequence[str]) -> list[Fault]:
 
 
 def folders(findings: Findings) -> list[Fault]:
-    """What ranks could not do. What none of several nodes can is no node's fault."""
+    """What ranks could not do."""
     found: dict[str, dict[str, str]] = {}
     for node, facts in _by_node(findings):
         for about, problem in facts.problems.items():
-            found.setdefault(about, {})[node] = problem
-    faults = []
-    for about, by_node in found.items():
-        subject = "" if about in ("device", "error", "time") else f"{about}: "
-        if len(by_node) == len(findings.ranks_by_node()):
-            faults.append(Fault(f"every node: {subject}{next(iter(by_node.values()))}"))
-        else:
-            faults += [Fault(f"{node}: {subject}{text}", node) for node, text in by_node.items()]
-    return faults
+            subject = "" if about in ("device", "error", "time") else f"{about}: "
+            found.setdefault(about, {})[node] = f"{subject}{problem}"
+    return [fault for by_node in found.values() for fault in _faults_of(by_node, findings)]
+
+
+def _faults_of(by_node: Mapping[str, str], findings: Findings) -> list[Fault]:
+    """The problems of nodes; one that every node has is no node's fault."""
+    if len(by_node) == len(findings.ranks_by_node()):
+        return [Fault(f"every node: {text}") for text in [*by_node.values()][:1]]
+    return [Fault(f"{node}: {text}", node) for node, text in by_node.items()]
 
 
 def files(findings: Findings, needs: Needs) -> list[Fault]:
@@ -137,28 +135,14 @@ def save_folder(findings: Findings, needs: Needs) -> list[Fault]:
         for node, facts in _by_node(findings)
         if facts.seen
     }
-    fix = "mount one file system on every node"
-    return [
-        *(_odd_ones(seen, f"--save {needs.save}", fix) if seen else []),
-        *_room(findings, needs),
-    ]
-
-
-def _room(findings: Findings, needs: Needs) -> list[Fault]:
     short = {
-        node: facts.free
+        node: f"--save {needs.save} has room for {facts.free / 1e9:.3g} GB, and a checkpoint takes "
+        f"{needs.save_bytes / 1e9:.3g}: free space, or choose another folder"
         for node, facts in _by_node(findings)
         if facts.free is not None and facts.free < needs.save_bytes
     }
-    if not short:
-        return []
-    text = (
-        f"--save {needs.save} has room for {min(short.values()) / 1e9:.3g} GB, and a checkpoint "
-        f"takes {needs.save_bytes / 1e9:.3g}: free space, or choose another folder"
-    )
-    if len(short) == len(findings.ranks_by_node()):
-        return [Fault(f"every node: {text}")]
-    return [Fault(f"{node}: {text}", node) for node in short]
+    odd = _odd_ones(seen, f"--save {needs.save}", "mount one file system on every node")
+    return [*odd, *_faults_of(short, findings)]
 
 
 def versions(findings: Findings) -> list[Fault]:
@@ -177,9 +161,9 @@ def versions(findings: Findings) -> list[Fault]:
 def _odd_ones(by_node: Mapping[str, str], what: str, fix: str) -> list[Fault]:
     """Nodes that differ from most of them."""
     counts = Counter(by_node.values())
-    common, count = counts.most_common(1)[0]
-    if len(counts) == 1:
+    if len(counts) < 2:
         return []
+    common, count = counts.most_common(1)[0]
     if 2 * count <= len(by_node):
         shown = some([f"{node}: {value}" for node, value in by_node.items()], NAMED)
         return [Fault(f"the nodes differ in {what}, and none has most of them ({shown}): {fix}")]

@@ -3,7 +3,6 @@ when one of them fails.
 """
 
 import pytest
-import torch
 
 from megatron.distributed.interleaver import AbandonedError, Interleaver, yield_turn
 
@@ -39,34 +38,6 @@ def test_they_take_turns(first, second, order):
         assert found == ("a", "b") and " ".join(journal) == order
     yield_turn()  # no other pass runs
     assert Interleaver.current is None
-
-
-def test_one_that_gives_way_within_a_backward_pass():
-    journal: list[str] = []
-
-    class Exchanged(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            journal.append("dy is on its way")
-            yield_turn()
-            journal.append("dy is there")
-            return 2 * dy
-
-    x = torch.ones(3, requires_grad=True)
-    y = Exchanged.apply(x)
-
-    def forward() -> torch.Tensor:
-        journal.append("forward pass")
-        other = torch.ones(3, requires_grad=True)
-        return (3 * other).sum()
-
-    _, z = Interleaver().run_overlapped(lambda: y.sum().backward(), forward)
-    assert journal == ["dy is on its way", "forward pass", "dy is there"]
-    assert torch.equal(x.grad, torch.full((3,), 2.0)) and z.requires_grad
 
 
 @pytest.mark.parametrize("fails", [0, 1])
