@@ -231,16 +231,11 @@ def build_groups(
 
     # tp ranks hold the same key/value head where there are fewer heads than ranks
     share = max(1, layout.tp // (kv_heads or layout.tp))
-    partitions = _dense_partitions(layout, share, shard, cp_heads, cp_ring)
-    if experts:
-        partitions |= _expert_partitions(layout, shard)
-    groups = {
-        name: partition.groups(layout, rank if own_only else None)
-        for name, partition in partitions.items()
-    }
+    partitions = _partitions(layout, share, shard, cp_heads, cp_ring, experts)
+    own = rank if own_only else None
+    groups = {name: partition.groups(layout, own) for name, partition in partitions.items()}
     if tied and layout.pp > 1:
-        ends = [(line[0], line[-1]) for line in groups["pp"]]
-        groups["tied"] = [pair for pair in ends if rank in pair or not own_only]
+        groups["tied"] = _ends(groups["pp"], own)
     make = partial(_make_axes, rank, new_group)
     found = make(groups)
     # on separate process groups
@@ -258,6 +253,12 @@ def build_groups(
         channels=channels,
         **{name: found.get(name, ALONE) for name in NAMES},
     )
+
+
+def _ends(lines: list[Ranks], rank: int | None) -> list[Ranks]:
+    """The first and the last rank of each line, or only the pair of one rank."""
+    pairs = [(line[0], line[-1]) for line in lines]
+    return [pair for pair in pairs if rank is None or rank in pair]
 
 
 def _make_axes(
@@ -292,14 +293,15 @@ def _buffers(axes: dict[str, Axis], experts: bool) -> dict[str, BufferGroups]:
     }
 
 
-def _dense_partitions(
-    layout: Layout, share: int, shard: int, heads: int, ring: int
+def _partitions(
+    layout: Layout, share: int, shard: int, heads: int, ring: int, experts: bool
 ) -> dict[str, Partition]:
     """`share` neighbours of tp hold the same key/value head; in attention `heads` neighbours of cp
     exchange heads, and `ring` such groups form rings.
     """
     replicas = layout.dp * layout.cp
     axes = {name: Partition((name,), getattr(layout, name)) for name in ORDER}
+    further = _expert_partitions(layout, shard) if experts else {}
     return axes | {
         "world": Partition(ORDER, layout.world),
         "replicas": Partition(("dp", "cp"), replicas),
@@ -308,6 +310,7 @@ def _dense_partitions(
         "kv": Partition(("tp",), share),
         "cp_heads": Partition(("cp",), heads),
         "cp_ring": Partition(("cp",), ring, stride=heads),
+        **further,
     }
 
 

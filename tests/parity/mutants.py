@@ -174,7 +174,7 @@ no sum of a tied matrix's gradients | gpt pp2 gpipe
     , ("tied", groups.tied) =>
 = megatron/distributed/groups.py build_groups
 a tied matrix summed over data-parallel ranks | documents pp2 1f1b dp2
-    [pair for pair in ends if rank in pair or not own_only] => groups["dp"]
+    _ends(groups["pp"], own) => groups["dp"]
 = megatron/parallel/blocks.py Block.counted
 both copies of a tied matrix counted in the norm | gpt pp2 gpipe
     if holders(box, groups).rank > 0: =>

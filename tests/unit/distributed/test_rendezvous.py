@@ -122,9 +122,11 @@ def test_different_flags_are_named_with_both_ranks_and_values(port):
     ],
 )
 def test_ranks_that_were_numbered_or_placed_incorrectly(port, ranks, gpus, message):
-    """A rank, or a rank and the size of the job that it was told."""
-    told = [rank if isinstance(rank, tuple) else (rank, 3) for rank in ranks]
-    started = [dataclasses.replace(launches(3, port)[rank], world_size=size) for rank, size in told]
+    """A rank, or a rank and its WORLD_SIZE."""
+    given = [rank if isinstance(rank, tuple) else (rank, 3) for rank in ranks]
+    started = [
+        dataclasses.replace(launches(3, port)[rank], world_size=size) for rank, size in given
+    ]
     assert re.search(message, the_error(meet_all(started, gpus=gpus)))
 
 
