@@ -131,7 +131,15 @@ def _account_for_skipped(run: Run, metrics: StepMetrics, has_tokens: bool, is_na
             f"iteration {batch.iteration}: no valid token in samples {samples}; the step is skipped"
         )
     elif is_nan and run.config.training.nan_policy == "stop":
-        raise NonFiniteError(_blame(run, metrics))
+        # The step is computed again, micro-batch by micro-batch: all ranks do it together.
+        lines = [
+            f"iteration {batch.iteration}: NaN or Inf; the weights are those of the iteration "
+            "before, nothing was saved",
+            *non_finite_micro_batches(run, metrics),
+            "resume from the last checkpoint with a lower --lr, or with --nan-policy skip to "
+            "pass over such steps",
+        ]
+        raise NonFiniteError("\n".join(lines))
     elif is_nan:
         progress.open_nan += 1
         where = [i for i, loss in enumerate(metrics.losses) if not math.isfinite(loss)]
@@ -140,27 +148,6 @@ def _account_for_skipped(run: Run, metrics: StepMetrics, has_tokens: bool, is_na
             f"iteration {batch.iteration}: NaN or Inf {what}, samples {samples}; "
             "the step is skipped (--nan-policy skip)"
         )
-
-
-def _blame(run: Run, metrics: StepMetrics) -> str:
-    # The step is computed again, micro-batch by micro-batch: all ranks do it together.
-    failed, size = non_finite_micro_batches(run, metrics), run.config.training.micro_batch_size
-    lines = [
-        f"iteration {metrics.batch.iteration}: NaN or Inf; the weights are those of the iteration "
-        "before, nothing was saved"
-    ]
-    for index, rank, in_loss in failed:
-        first = metrics.batch.first_sample + index * run.global_micro_batch_size + rank * size
-        where = f" of data-parallel rank {rank}" if run.groups.dp.size > 1 else ""
-        lines.append(
-            f"  micro-batch {index}{where}: {'loss' if in_loss else 'gradient'}, "
-            f"samples {first}..{first + size - 1}"
-        )
-    lines.append(
-        "resume from the last checkpoint with a lower --lr, or with --nan-policy skip to "
-        "pass over such steps"
-    )
-    return "\n".join(lines)
 
 
 def evaluate_all(run: Run, split: str) -> bool:

@@ -92,17 +92,12 @@ def log(run: Run, interval: Interval, step_rates: StepRates) -> Interval:
     run.starving.look(step.scalars, progress.iteration)
     run.tracker.log(progress.iteration, metrics)
     if timeline is not None:
-        _show(run, timeline, last=step.batch.due.end)
+        title = f"{timeline.schedule}, the step of iteration {progress.iteration}"
+        page = partial(run.advisor.draw_timeline, title, timeline)
+        run.tracker.show("pipeline-timeline", page, last=step.batch.due.end)
     # 4. The next interval begins; what is open is saved with a checkpoint that comes between lines.
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())
-
-
-def _show(run: Run, timeline: Timeline, *, last: bool) -> None:
-    """The picture of a time line, where the tracker wants it."""
-    title = f"{timeline.schedule}, the step of iteration {run.progress.iteration}"
-    page = partial(run.advisor.draw_timeline, title, timeline)
-    run.tracker.show("pipeline-timeline", page, last=last)
 
 
 def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:

@@ -400,9 +400,9 @@ class AsyncHostCopy:
 # ---- a step that failed
 
 
-def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[tuple[int, int, bool]]:
-    """Run a skipped step's micro-batches again, one by one, and name those with a non-finite loss
-    or gradient, whichever rank they ran on: (index, data-parallel rank, whether the loss is).
+def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[str]:
+    """Run a skipped step's micro-batches again, one by one: a line for each with a non-finite loss
+    or gradient, whichever rank it ran on.
 
     The weights have not moved and a step is a pure function, so the same ones fail. The gradient
     buffers are overwritten.
@@ -425,7 +425,11 @@ def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[tuple[int, 
             [~torch.isfinite(sums.losses[0]), ~torch.isfinite(grad_sq_sum)]
         ).double()
     all_reduce(found, run.groups.world)
-    return [
-        (index, rank, bool(found[index, rank, 0]))
-        for index, rank in found.sum(-1).nonzero().tolist()
-    ]
+
+    lines, own = [], run.config.training.micro_batch_size
+    for index, rank in found.sum(-1).nonzero().tolist():
+        first = batch.first_sample + index * size + rank * own
+        where = f" of data-parallel rank {rank}" if run.groups.dp.size > 1 else ""
+        what = "loss" if found[index, rank, 0] else "gradient"
+        lines.append(f"  micro-batch {index}{where}: {what}, samples {first}..{first + own - 1}")
+    return lines

@@ -19,7 +19,7 @@ from unit.observe.wandb_files import history, records, run_files, values
 from megatron.config.errors import UserError
 from megatron.config.groups import CheckpointConfig, Config, DataConfig, LoggingConfig
 from megatron.observe.metrics import is_measured, save_metrics
-from megatron.observe.tracking import Tracker, persistent_run_id
+from megatron.observe.tracking import Tracker
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = HERE.parents[2], HERE.parents[1], HERE
@@ -360,10 +360,3 @@ def test_without_a_key_or_a_network_wandb_records_offline(tmp_path, key, reason)
     rows = untimed(tmp_path)
     assert by_iteration(history(tmp_path)) == {row["iteration"]: row for row in rows}
     assert len(rows) == 5
-
-
-def test_the_run_id_is_made_once(tmp_path):
-    path = tmp_path / "wandb_run_id.txt"
-    first = persistent_run_id(path)
-    assert len(first) == 8 and persistent_run_id(path) == first
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]

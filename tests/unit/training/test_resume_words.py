@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.checkpoint.run_state import config_of
 from megatron.config.groups import Config
 from megatron.training.resume import rounding_changes, same_sums
 
@@ -31,14 +30,6 @@ def configure(stage: int, micro_batches: int, clip: float) -> Config:
 def test_stages_that_add_in_the_same_order(stages, micro_batches, clip, same):
     theirs, ours = (configure(stage, micro_batches, clip) for stage in stages)
     assert same_sums(theirs, ours, chunk=8) == same_sums(ours, theirs, chunk=8) == same
-
-
-def test_a_checkpoint_from_before_zero_stages():
-    """It has no stage, and is one of stage 0."""
-    config = configure(0, 4, 1.0)
-    old = config.to_dict()
-    del old["distributed"]["zero_stage"]
-    assert same_sums(config_of({"config": old}), config, chunk=8)
 
 
 def test_kernels_count_by_what_was_taken():
