@@ -222,9 +222,8 @@ class Optimizer:
         norm = grad_sq_sum.sqrt() * grad_scale
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         flags = self.config.optimizer
-        clip = norm.new_ones(())
-        if flags.clip_grad > 0:
-            clip = (flags.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+        limit = flags.clip_grad
+        clip = (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else norm.new_ones(())
         coefficient = (clip * grad_scale).to(self.wide)
         if not self.skip_decided_on_device and found_inf.item():
             return StepOutcome(norm, found_inf)

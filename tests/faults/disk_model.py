@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 
 CALLS = ("open", "pwrite", "fsync", "rename", "mkdir", "close")
+PATHS = ("open", "rename", "mkdir")  # calls that name a path, not a descriptor
 REMOVALS = ("unlink", "rmdir")
 # which names and which contents are there afterwards
 CRASHES = {
@@ -62,23 +63,15 @@ class Disk:
         (process, "acknowledge", iteration, ()).
         """
         for process, name, result, args in events:
+            handler = getattr(self, f"on_{name}", None)
             if name == "acknowledge":
                 self.acknowledged = result
-                continue
-            if name in ("open", "mkdir", "rename") and self.root not in (
-                Path(args[0]),
-                *Path(args[0]).parents,
-            ):
-                continue
-            self.crash()
-            own = {
-                "open": lambda: ((process, result), *args),
-                "mkdir": lambda: (result, *args),
-                "rename": lambda: (result, *args),
-            }
-            values = own.get(name, lambda: (result, (process, args[0]), *args[1:]))()
-            if name in own or values[1] in self.files:
-                getattr(self, f"on_{name}")(*values)
+            elif name in PATHS and self.root in (Path(args[0]), *Path(args[0]).parents):
+                self.crash()
+                handler((process, result), *args)
+            elif name not in PATHS and (process, args[0]) in self.files:
+                self.crash()
+                handler(result, (process, args[0]), *args[1:])
         self.crash()
 
     def crash(self) -> None:

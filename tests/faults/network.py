@@ -99,18 +99,15 @@ class Network:
         """A rank of tools/preflight.py, alone on its node, in a separate mount namespace, in
         which the shell commands `before` are carried out first.
         """
-        of_rank = rank_environment(
-            node,
-            self.nodes,
-            PORT,
-            LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1",
-            MASTER_ADDR=self.address,
-            GLOO_SOCKET_IFNAME="eth0",
-            OMP_NUM_THREADS="1",
-            PYTHONDONTWRITEBYTECODE="1",  # what is mounted over the code stays on the node
-            **(environment or {}),
-        )
+        own = {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.address,
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",  # what is mounted over the code stays on the node
+        }
+        of_rank = rank_environment(node, self.nodes, PORT, **own, **(environment or {}))
         program = [sys.executable, str(ROOT / "tools/preflight.py"), "--node", f"n{node}", *flags]
         command = f"{before}\nexec {shlex.join(program)}"
         with output.open("wb") as to:

@@ -5,6 +5,7 @@ and in a bad one, and log what is complete.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import shutil
@@ -41,12 +42,8 @@ def contents(iteration: int, ranks: Ranks = SINGLE_RANK) -> tuple[list, dict]:
     """What this rank writes of tensors whose every value is the iteration's, and the state."""
     pairs = []
     for number, (name, shape) in enumerate(SHAPES.items()):
-        values = (
-            torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
-            .mul_(1e-3)
-            .add_(1000 * iteration + number)
-            .view(shape)
-        )
+        places = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+        values = 1e-3 * places + (1000 * iteration + number)
         pairs.append((Box(name, shape, (0,) * len(shape), shape), values))
     own = own_part(pairs, lambda box: Holder(ranks.world.rank, ranks.world.size), balanced=True)
     return own, {"iteration": iteration, "consumed_samples": 8 * iteration}
@@ -98,19 +95,26 @@ def in_background(root: Path, first: int, ranks: Ranks, report_line: Report) -> 
     Heard(report_line)
     rng = random.Random(first)  # the same on all ranks
     memory = staging_bytes(contents(first, ranks)[0], None)
-    saver = CheckpointManager(
-        root,
-        ranks,
-        memory,
-        report=lambda iteration, saved: report_line(str(iteration)),
-    )
+    saved = partial(report_saved, report_line)
+    saver = CheckpointManager(root, ranks, memory, report=saved)
     for iteration in range(first, first + 1000):
-        pairs, state = contents(iteration, ranks)
-        saver.save(iteration, pairs, state)
-        for _, tensor in pairs:
-            tensor.fill_(-1.0)
-        for _ in range(rng.randrange(20)):
-            step(saver)
+        save_and_train(saver, saver, iteration, rng.randrange(20))
+
+
+def report_saved(report_line: Report, iteration: int, _: bool) -> None:
+    report_line(str(iteration))
+
+
+def save_and_train(
+    saver: CheckpointManager, tier: CheckpointManager | LocalCheckpoints, iteration: int, steps: int
+) -> None:
+    """Save in a tier; the tensors change at once, and some steps are taken."""
+    pairs, state = contents(iteration, saver.ranks)
+    tier.save(iteration, pairs, state)
+    for _, tensor in pairs:
+        tensor.fill_(-1.0)
+    for _ in range(steps):
+        step(saver)
 
 
 class Heard(logging.Handler):
@@ -149,11 +153,8 @@ def in_tiers(
     """
     Heard(report_line)
     root.mkdir(exist_ok=True)
-    local_checkpoints = LocalCheckpoints(
-        node_folder(root, ranks.world.rank),
-        ranks,
-        redundancy if ranks.world.size > 1 else "none",
-    )
+    kind = redundancy if ranks.world.size > 1 else "none"
+    local_checkpoints = LocalCheckpoints(node_folder(root, ranks.world.rank), ranks, kind)
     checkpoint = local_checkpoints.newest(str(root), str(root), False)
     found = 0
     if checkpoint is not None:
@@ -172,16 +173,12 @@ def in_tiers(
         1,
         local_checkpoints=local_checkpoints,
         rate=200.0,
-        report=lambda iteration, saved: report_line(str(iteration)),
+        report=partial(report_saved, report_line),
     )
     rng = random.Random(found)
     for iteration in range(found + 1, found + 1000):
-        pairs, state = contents(iteration, ranks)
-        (saver if iteration % 4 == 0 else local_checkpoints).save(iteration, pairs, state)
-        for _, tensor in pairs:
-            tensor.fill_(-1.0)
-        for _ in range(rng.randrange(20)):
-            step(saver)
+        tier = saver if iteration % 4 == 0 else local_checkpoints
+        save_and_train(saver, tier, iteration, rng.randrange(20))
 
 
 def node_folder(root: Path, node: int) -> Path:

@@ -18,7 +18,7 @@ import saving_jobs
 import torch.distributed as dist
 from disk_model import CALLS, Disk
 from kill_writer import campaign, check, children, start_rank, verdict
-from saving_jobs import JOBS, Job, contents, step
+from saving_jobs import JOBS, contents, step
 from test_kill_writer import recoveries
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "checkpoint"))
@@ -35,22 +35,18 @@ from megatron.checkpoint.writer import save_checkpoint
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def wrong(kills: int, seed: int, job: Job, folder: Path, **settings) -> list[str]:
-    """What a campaign finds."""
-    return campaign(kills, seed, job, folder, lambda line: None, **settings)
-
-
-def test_random_kills_of_either_of_two_ranks(tmp_path):
-    assert wrong(4, 3, JOBS["async"]["real"], tmp_path / "run", ranks=2, mode="async") == []
-
-
-@pytest.mark.full
-def test_random_kills_and_lost_nodes_in_two_tiers(tmp_path):
-    assert wrong(4, 1, JOBS["local"]["real"], tmp_path / "run", ranks=2, mode="local") == []
-
-
-def test_random_kills_and_lost_nodes_of_an_xor_group(tmp_path):
-    assert wrong(3, 4, JOBS["local"]["xor"], tmp_path / "run", ranks=3, mode="local") == []
+@pytest.mark.parametrize(
+    ("mode", "writer", "ranks", "kills", "seed"),
+    [
+        ("async", "real", 2, 4, 3),
+        pytest.param("local", "real", 2, 4, 1, marks=pytest.mark.full),
+        ("local", "xor", 3, 3, 4),  # nodes are lost, too
+    ],
+)
+@pytest.mark.default("async-real-2-4-3", "local-xor-3-3-4")
+def test_random_kills(tmp_path, mode, writer, ranks, kills, seed):
+    settings = JOBS[mode][writer], tmp_path / "run", lambda line: None, ranks, mode
+    assert campaign(kills, seed, *settings) == []
 
 
 # ---- a writer process that begins with something of ours -----------------------------------------
@@ -181,18 +177,15 @@ def train_with_little_room(root: Path, filler: Path) -> tuple[list[str], list[in
     ranks = all_ranks()
     with saver_at(root, ranks) as (saver, lines):
         for iteration in (1, 2, 3):
-            if iteration > 1 and ranks.first:
-                if iteration == 2:
-                    filler.write_bytes(bytes(8 << 20))
-                else:
-                    filler.unlink()
+            if ranks.first and iteration == 2:
+                filler.write_bytes(bytes(8 << 20))
+            elif ranks.first:
+                filler.unlink(missing_ok=True)
             dist.barrier()
             saver.save(iteration, *contents(iteration, ranks))
-            steps = 0
+            assert saver.pending is not None
             while saver.pending is not None:
                 step(saver)
-                steps += 1
-            assert steps > 0
             dist.barrier()
             assert saver.went_well == (iteration != 2) and traces(root) == []
         dist.barrier()
@@ -202,9 +195,8 @@ def train_with_little_room(root: Path, filler: Path) -> tuple[list[str], list[in
 def test_a_full_disk(gloo_world, tmp_path):
     """One error on all ranks; training continues; what was there stays; the next save succeeds."""
     with mounted(tmp_path, "size=11m"):
-        (first, *there), (second, *_) = gloo_world(2).run(
-            train_with_little_room, tmp_path / "run", tmp_path / "filler"
-        )
+        folders = tmp_path / "run", tmp_path / "filler"
+        (first, *there), (second, *_) = gloo_world(2).run(train_with_little_room, *folders)
         assert there == [[3, 1], []]
         wrong = [line for line in first if "NOT saved" in line]
         assert wrong == second and len(wrong) == 1
@@ -232,10 +224,8 @@ for name in {calls}:
 """
 
 
-def background_power_losses(tmp_path, monkeypatch) -> list[str]:
-    """Save iterations 1, 2 in the background and lose power before each call of trainer and writer
-    and at the end; what recovery finds wrong.
-    """
+def test_power_loss_after_any_call_of_a_background_save(tmp_path, monkeypatch):
+    """Of trainer and writer, and at the end."""
     monkeypatch.setattr(saving_jobs, "SHAPES", {"w": (700, 400), "v": (700,)})  # more than a chunk
     root, path = tmp_path / "run", tmp_path / "calls"
     root.mkdir()
@@ -257,8 +247,4 @@ def background_power_losses(tmp_path, monkeypatch) -> list[str]:
     disk = Disk(root)
     disk.replay(events)
     assert len({process for process, *_ in events}) == 3 and len(disk.crashes) > 40
-    return recoveries(disk, tmp_path)
-
-
-def test_power_loss_after_any_call_of_a_background_save(tmp_path, monkeypatch):
-    assert background_power_losses(tmp_path, monkeypatch) == []
+    assert recoveries(disk, tmp_path) == []

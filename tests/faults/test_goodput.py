@@ -9,6 +9,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,8 +27,12 @@ FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 
 --mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --log-interval 5
 --eval-interval 30 --eval-iters 2 --save-interval 10
 --fp16 --initial-loss-scale 4294967296""".split()
-KILLED_BEHIND = 12, 22, 42  # iterations
-SIGNALLED_BEHIND = 33
+ENDS = [  # behind which iteration, the signal, the exit code
+    (12, signal.SIGKILL, -signal.SIGKILL),
+    (22, signal.SIGKILL, -signal.SIGKILL),
+    (33, signal.SIGUSR1, 85),
+    (42, signal.SIGKILL, -signal.SIGKILL),
+]
 
 
 def start(folder: Path) -> Program:
@@ -36,29 +41,25 @@ def start(folder: Path) -> Program:
     return Program(flags, folder.with_suffix(".log"))
 
 
-def iteration(folder: Path) -> int:
-    """The last one that was logged."""
+def has_logged(folder: Path, iteration: int) -> bool:
     path = folder / "metrics.jsonl"
     rows = read_metrics(path) if path.exists() and path.stat().st_size else []
-    return rows[-1]["iteration"] if rows else 0
+    return bool(rows) and rows[-1]["iteration"] >= iteration
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Of a run with all that can happen to it."""
     folder = tmp_path_factory.mktemp("goodput") / "run"
-    ends = sorted(
-        [*((at, signal.SIGKILL) for at in KILLED_BEHIND), (SIGNALLED_BEHIND, signal.SIGUSR1)]
-    )
-    for at, number in [*ends, (None, None)]:
+    for iteration, number, code in ENDS:
         program = start(folder)
-        while at is not None and program.is_alive() and iteration(folder) < at:
+        while program.is_alive() and not has_logged(folder, iteration):
             time.sleep(0.005)
-        if at is not None:
-            program.kill(number)
-        expected = {None: 0, signal.SIGKILL: -signal.SIGKILL, signal.SIGUSR1: 85}[number]
-        assert program.end() == expected, program.output
+        program.kill(number)
+        assert program.end() == code, program.output
         time.sleep(0.3)  # the queue of a cluster
+    program = start(folder)
+    assert program.end() == 0, program.output
     return folder
 
 
@@ -79,9 +80,8 @@ def test_it_adds_up(folder, capsys):
     assert tool.main([str(folder)]) == 0
     assert "5 starts" in capsys.readouterr().out
     # what the run itself has logged last, a moment before its end
-    assert read_metrics(folder)[-1]["goodput"] == pytest.approx(
-        found.productive / found.wall, abs=0.05
-    )
+    share = found.productive / found.wall
+    assert read_metrics(folder)[-1]["goodput"] == pytest.approx(share, abs=0.05)
 
 
 def test_it_ends_as_the_undisturbed_run(folder, tmp_path):
@@ -148,10 +148,8 @@ def test_what_is_counted_as_what():
     assert found.productive == pytest.approx(usual * 2 + 0.9 + 1)
     assert found.other == pytest.approx(0)
     # a kill between two events: rows of metrics are signs of life
-    killed = [*events[:4], events[4]]
-    metrics = [{"iteration": 6, "timestamp": 120.0}]
-    assert account(killed, metrics).losses["lost-steps"] == pytest.approx(4)
-    assert account(killed, metrics).losses["restart"] == pytest.approx(10)
+    killed = account(events[:5], [{"iteration": 6, "timestamp": 120.0}]).losses
+    assert (killed["lost-steps"], killed["restart"]) == pytest.approx((4, 10))
 
 
 def two_starts(second: float, back_at: int | None = None, by: float = 0.0) -> list[dict]:
@@ -199,11 +197,8 @@ def test_a_strange_row_of_metrics(tmp_path, iteration):
 
 
 def test_an_unreadable_file_does_not_end_training(tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise PermissionError("no such right")
-
     write_events(tmp_path, two_starts(0.0))
-    monkeypatch.setattr(Path, "read_text", fail)
+    monkeypatch.setattr(Path, "read_text", mock.Mock(side_effect=PermissionError("no such right")))
     assert PlanningAdvisor().goodput(tmp_path) == {}
 
 

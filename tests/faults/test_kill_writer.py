@@ -35,8 +35,8 @@ def test_the_campaign_catches_a_bad_writer(tmp_path):
 
 def test_random_kills_of_one_of_two_ranks(tmp_path, monkeypatch, capsys):
     """By the documented command."""
-    words = ["--kills", "8", "--ranks", "2", "--folder", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["kill_writer.py", *words])
+    words = f"kill_writer.py --kills 8 --ranks 2 --folder {tmp_path}".split()
+    monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as end:
         main()
     printed = capsys.readouterr().out

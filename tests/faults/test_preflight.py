@@ -13,8 +13,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,16 +74,13 @@ class Nodes:
 
     def __init__(self, network: Network, folder: Path) -> None:
         self.network, self.folder = network, folder
-        self.report = folder / "report.json"
-        self.cache = folder / "cache"
-        self.data = folder / "data"
+        self.report, self.cache, self.data = (folder / x for x in ("report.json", "cache", "data"))
         self.cache.mkdir()
         for end in (".bin", ".idx"):
             self.data.with_suffix(end).write_bytes(b"0" * 100)
-        self.flags = [*FLAGS, "--data-path", str(self.data), "--timeout", str(ANSWER)]
-        self.flags += ["--start-timeout", str(ENDS)]
-        self.flags += ["--save", str(folder / "run"), "--report", str(self.report)]
-        self.flags += ["--folders", str(self.cache)]
+        words = f"""--data-path {self.data} --timeout {ANSWER} --start-timeout {ENDS}
+            --save {folder}/run --report {self.report} --folders {self.cache}"""
+        self.flags = [*FLAGS, *words.split()]
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, node: int, before: str = "", **environment: str) -> None:
@@ -96,12 +95,6 @@ class Nodes:
         """Exit codes of these nodes, when they have ended."""
         until = time.monotonic() + ENDS
         return [self.processes[node].wait(until - time.monotonic()) for node in nodes]
-
-    def close(self) -> None:
-        """End all processes, those that are stopped too."""
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
 
     def faults(self) -> dict[str, list[str]]:
         """The texts of the faults by node, without its name, as the report has them."""
@@ -118,7 +111,18 @@ def nodes(network: Network, tmp_path: Path) -> Iterator[Nodes]:
     try:
         yield made
     finally:
-        made.close()
+        for process in made.processes.values():
+            process.kill()  # those that are stopped too
+            process.wait()
+
+
+def wait_until(condition: Callable[[], Any]) -> Any:
+    """What it gives, when it is met."""
+    until = time.monotonic() + ENDS
+    while not (met := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return met
 
 
 @pytest.mark.full
@@ -131,12 +135,8 @@ def test_nodes_in_order_are_not_named(nodes, tmp_path):
     assert output.splitlines()[-1] == "preflight: in order" and "fault" not in output
     assert nodes.faults() == {}
     assert not any("preflight" in nodes.output(node) for node in (1, 2))  # one rank prints
-    found = json.loads(nodes.report.read_text())["nodes"]
-    assert all(
-        found[node][kind] > 0
-        for node in ("n0", "n1", "n2")
-        for kind in ("GEMM", "copy", "disk", "network")
-    )
+    for found in json.loads(nodes.report.read_text())["nodes"].values():
+        assert all(found[kind] > 0 for kind in ("GEMM", "copy", "disk", "network"))
     assert not list((tmp_path / "run").iterdir()) and not list(nodes.cache.iterdir())
 
 
@@ -165,15 +165,11 @@ def test_a_slow_link_a_full_disk_another_torch_and_a_wrong_clock(nodes, clock_ah
     assert nodes.output(0).splitlines()[-1] == "preflight: leave out n1,n2"
 
 
-def reader_of(fifo: Path, process: subprocess.Popen[bytes]) -> int:
+def writer_of(fifo: Path) -> int | None:
     """The other end of a FIFO, once a process waits in opening it."""
-    until = time.monotonic() + ENDS
-    while True:
-        try:
-            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # it has no reader yet
-            assert time.monotonic() < until and process.poll() is None
-            time.sleep(0.02)
+    with suppress(OSError):  # it has no reader yet
+        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    return None
 
 
 @pytest.mark.full
@@ -186,7 +182,7 @@ def test_a_stopped_rank_and_a_file_that_does_not_come_back(nodes, tmp_path):
     for node in (1, 2):
         os.mkfifo(tmp_path / f"fifo-{node}")
         nodes.start(node, f"mount --bind '{tmp_path}/fifo-{node}' '{data}'")
-    end = reader_of(tmp_path / "fifo-1", nodes.processes[1])
+    end = wait_until(lambda: writer_of(tmp_path / "fifo-1"))
     os.kill(nodes.processes[1].pid, signal.SIGSTOP)
     assert nodes.end(0, 2) == [3, 3], nodes.output(0)
     os.close(end)
@@ -203,10 +199,8 @@ def test_rank_0_is_stopped(nodes, tmp_path):
     nodes.flags += ["--start-timeout", "60"]
     for node in range(NODES):
         nodes.start(node)
-    until = time.monotonic() + ENDS
-    while len(list((tmp_path / "run").glob(".preflight-seen-*"))) < NODES:  # all have come
-        assert time.monotonic() < until, nodes.output(0)
-        time.sleep(0.01)
+    seen = tmp_path / "run"
+    wait_until(lambda: len(list(seen.glob(".preflight-seen-*"))) == NODES)  # all have come
     os.kill(nodes.processes[0].pid, signal.SIGSTOP)
     assert nodes.end(1, 2) == [2, 2]
     message = f"{nodes.network.address}: rank 0, which the others report to, does not answer"

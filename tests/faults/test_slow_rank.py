@@ -68,11 +68,12 @@ def test_a_slow_rank_is_named(gloo_world, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     world.run(dist.get_rank)  # the processes are there
     pids = [process.pid for process in world.processes]
-    running = threading.Thread(
-        target=lambda: results.append(
-            world.run(train, ["--metrics-file", str(metrics)], str(tmp_path), timeout=1500.0)
-        )
-    )
+    flags = ["--metrics-file", str(metrics)]
+
+    def run() -> None:
+        results.append(world.run(train, flags, str(tmp_path), timeout=1500.0))
+
+    running = threading.Thread(target=run)
     running.start()
     try:
         clean = rows_until(metrics, running, 0, None)
