@@ -84,7 +84,6 @@ class Turns:
         for backend in (LOOP, TORCH_GROUPED):
             layer = Experts(config, "experts", NO_TP).to_empty(device="cpu")
             layer = layer.to(dtype)
-            layer.backend = backend
             for number, weight in enumerate((layer.fc1, layer.fc2)):
                 draw = torch.Generator().manual_seed(number)
                 value = torch.randn(weight.shape, generator=draw) * weight.shape[1] ** -0.5

@@ -75,7 +75,7 @@ def test_every_backend_is_the_loop(device, counts, o, i, dtype, backend):
     assert (rows.ends is None) == (backend == "torch")
     flat = weight.flatten(0, 1)
     for given, turned in ((x, True), (dy, False)):
-        found = expert_gemms(given, flat, rows, backend, turned=turned)
+        found = expert_gemms(given, flat, rows, turned=turned)
         exact = grouped_gemm_reference(given.double(), weight.double(), ends, turned)
         torchs = grouped_gemm_reference(given, weight, ends, turned)
         assert_as_good(found, exact, torchs)
@@ -85,7 +85,7 @@ def test_every_backend_is_the_loop(device, counts, o, i, dtype, backend):
         parameter.overwrite_main_grad = overwrite
         if overwrite:
             parameter.main_grad = torch.full_like(flat, torch.nan, dtype=torch.float32)
-        gemm = partial(expert_wgrad_gemms, counts=rows, backend=backend)
+        gemm = partial(expert_wgrad_gemms, counts=rows)
         accumulate_weight_grad(dy, x, parameter, gemm)
         exact = exact if overwrite else 2 * exact
         torch.testing.assert_close(

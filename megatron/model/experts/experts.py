@@ -35,9 +35,10 @@ from megatron.model.spec import ParameterSpec, Shard, fuse, matrix, normal
 
 class RowCounts(NamedTuple):
     """How many rows each of E experts of this rank has: on the host, and where they end, [E] in
-    int32 on the device. None: nothing that this run calls needs them there.
+    int32 on the device. None: nothing that GEMMs by this backend call needs them there.
     """
 
+    backend: str  # of --grouped-gemm-backend
     experts: int
     numbers: tuple[int, ...] | None
     ends: Tensor | None
@@ -52,7 +53,8 @@ class RowCounts(NamedTuple):
             # The kernels read on the device where each expert's rows end: the host need not wait.
             total = counts.sum(0) if counts.dim() == 2 else counts
             ends = total.cumsum(0, dtype=torch.int32)
-        return cls(counts.shape[-1], None if numbers is None else tuple(numbers), ends)
+        on_host = None if numbers is None else tuple(numbers)
+        return cls(backend, counts.shape[-1], on_host, ends)
 
 
 LOOP, TORCH_GROUPED, TRITON = "torch", "grouped-mm", "triton"  # of --grouped-gemm-backend
@@ -91,19 +93,17 @@ def row_slices(counts: RowCounts) -> Iterator[tuple[int, slice]]:
         start += count
 
 
-def expert_gemms(
-    rows: Tensor, weight: Tensor, counts: RowCounts, backend: str, *, turned: bool
-) -> Tensor:
+def expert_gemms(rows: Tensor, weight: Tensor, counts: RowCounts, *, turned: bool) -> Tensor:
     """Rows [N, i] times the matrix [o, i] of each row's expert `turned`: [N, o]. Or rows [N, o]
     times it as it is: [N, i]. `weight` [E o, i] is all of them.
     """
     # [E, o, i], a view: the experts' matrices lie one behind the other
     matrices = weight.view(counts.experts, -1, weight.shape[1])
-    if backend == TRITON:
+    if counts.backend == TRITON:
         return grouped_gemm(rows.contiguous(), matrices, counts.ends, turned)
     if turned:
         matrices = matrices.mT
-    if backend == TORCH_GROUPED:
+    if counts.backend == TORCH_GROUPED:
         return F.grouped_mm(rows, matrices, offs=counts.ends)
     out = rows.new_empty((rows.shape[0], matrices.shape[2]))
     # One GEMM an expert, each into its rows of one output.
@@ -127,12 +127,11 @@ def expert_wgrad_gemms(
     by_apex: bool,
     *,
     counts: RowCounts,
-    backend: str,
 ) -> None:
     """As `wgrad_gemm`, for each expert over its rows: dy [N, o] and x [N, i]."""
     # [E, o, i]
     of_experts = main_grad.view(counts.experts, -1, main_grad.shape[1])
-    if backend == TRITON:
+    if counts.backend == TRITON:
         grouped_weight_grad_(of_experts, dy, x.contiguous(), counts.ends, overwrite)
         # by which a layer's backward pass sees that the gradient has come
         torch.autograd.graph.increment_version(of_experts)
@@ -149,27 +148,24 @@ class _ExpertLinear(torch.autograd.Function):
     """Rows [N, i] -> [N, o] by the matrix [o, i] of each row's expert."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: nn.Parameter, counts: RowCounts, backend: str
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: nn.Parameter, counts: RowCounts) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.weight, ctx.counts, ctx.backend = weight, counts, backend
-        return expert_gemms(rows, weight, counts, backend, turned=True)
+        ctx.weight, ctx.counts = weight, counts
+        return expert_gemms(rows, weight, counts, turned=True)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        (rows,), weight = ctx.saved_tensors, ctx.weight
-        counts, backend = ctx.counts, ctx.backend
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (rows,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
         dy = dy.contiguous()
         if ctx.needs_input_grad[1]:
             # The second half of a split backward pass needs the rows as they are ordered now.
-            gemm = partial(expert_wgrad_gemms, counts=counts, backend=backend)
+            gemm = partial(expert_wgrad_gemms, counts=counts)
             deferred = getattr(weight, DEFERRED, None)
             if deferred is None:
                 accumulate_weight_grad(dy, rows, weight, gemm)
             else:
                 deferred.append(WeightGrad(weight, dy, rows.detach(), gemm=gemm))
-        return expert_gemms(dy, weight, counts, backend, turned=False), None, None, None
+        return expert_gemms(dy, weight, counts, turned=False), None, None
 
 
 class _WeightedActivation(torch.autograd.Function):
@@ -216,17 +212,16 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, name: str, grid: TensorParallel):
         super().__init__()
         self.fc1, self.fc2 = (spec.parameter(grid) for spec in _expert_specs(config, name))
-        self.backend = config.grouped_gemm_backend
         # Of torch's gated activations the gradients of x and weight share one pass.
         by_torch = config.activation_backend == "torch" and config.activation in GATED
         self.gated = config.activation if by_torch else None
         self.activation = activation_function(config.activation, config.activation_backend)
 
     def forward(self, rows: Tensor, weights: Tensor, counts: RowCounts) -> Tensor:
-        fused = _ExpertLinear.apply(rows, self.fc1, counts, self.backend)
+        fused = _ExpertLinear.apply(rows, self.fc1, counts)
         # [N, f or 2f] -> [N, f]
         inner = self.activate(fused, weights)
-        return _ExpertLinear.apply(inner, self.fc2, counts, self.backend)
+        return _ExpertLinear.apply(inner, self.fc2, counts)
 
     def activate(self, fused: Tensor, weights: Tensor) -> Tensor:
         """The activation of fc1's rows [N, f or 2f], times the weight of each row [N] -> [N, f]."""
