@@ -26,6 +26,7 @@ from megatron.model.layer import (
     MicroBatch,
     ScalarSpec,
     TransformerLayer,
+    vocabulary_matrix,
 )
 from megatron.model.model_parallel import ONE_RANK, ModelParallel, TensorParallel
 from megatron.model.recompute import stage_offload, stage_recompute
@@ -69,11 +70,10 @@ class GPTModel(nn.Module):
         self.config_by_window = [replace(config, window_size=each) for each in windows_of(config)]
         # Embedding and head exist on ranks that hold their stage.
         stages = whole(config) if stages is None else stages
-        self.embedding = (
-            EmbeddingLayer(config, vocab_size, padded_vocab, self.tp)
-            if any(stage.embedding for stage in stages)
-            else None
-        )
+        self.embedding = None
+        if any(stage.embedding for stage in stages):
+            table = vocabulary_matrix(config, vocab_size, padded_vocab)
+            self.embedding = EmbeddingLayer(table, self.tp)
         self.layers = nn.ModuleDict(
             {
                 str(i): self.layer_class(config, seed, i, parallel)
@@ -81,17 +81,14 @@ class GPTModel(nn.Module):
                 for i in stage.layers
             }
         )
-        tied = (
-            None
-            if config.untie_embeddings_and_output_weights or self.embedding is None
-            # the same parameter, where this rank has both ends
-            else self.embedding.word.weight
-        )
-        self.head = (
-            HeadLayer(config, vocab_size, padded_vocab, tied, self.tp)
-            if any(stage.head for stage in stages)
-            else None
-        )
+        self.head = None
+        if any(stage.head for stage in stages):
+            if config.untie_embeddings_and_output_weights or self.embedding is None:
+                table = vocabulary_matrix(config, vocab_size, padded_vocab, head=True)
+                weight = table.parameter(self.tp)
+            else:
+                weight = self.embedding.word.weight  # this rank has both ends
+            self.head = HeadLayer(config, vocab_size, weight, self.tp)
         # One table serves all layers of a micro-batch.
         self.rotary = RotaryTables(config, dtype) if config.is_rotary else None
         self.stages = stages

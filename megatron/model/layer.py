@@ -29,7 +29,7 @@ from megatron.model.experts.router import AUX_LOSS
 from megatron.model.linear import column_function
 from megatron.model.loss import cross_entropy, linear_cross_entropy, sharded_cross_entropy
 from megatron.model.mlp import MLP, TiledMLP
-from megatron.model.model_parallel import NO_TP, ONE_RANK, ModelParallel, TensorParallel
+from megatron.model.model_parallel import ONE_RANK, ModelParallel, TensorParallel
 from megatron.model.norm import AddNorm
 from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute, always_rebuilt
 from megatron.model.recompute_context import ParkedTensors, RecomputeContext
@@ -154,11 +154,9 @@ class EmbeddingLayer(Layer):
     reads_weight_backward = False
     of_vocabulary = True
 
-    def __init__(
-        self, config: ModelConfig, vocab_size: int, padded_vocab: int, tp: TensorParallel = NO_TP
-    ):
+    def __init__(self, table: ParameterSpec, tp: TensorParallel):
         super().__init__()
-        self.word = Embedding(vocabulary_matrix(config, vocab_size, padded_vocab), tp)
+        self.word = Embedding(table, tp)
 
     def forward(self, _: None, micro: MicroBatch) -> Tensor:
         return self.word(micro.tokens)
@@ -220,13 +218,12 @@ class TransformerLayer(Layer):
         self.attention = attention(config, seed, index, parallel)
         self.attention_output_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm(f"layers.{index}.mlp_norm")
-        self.mlp = (
-            MoE(config, seed, index, parallel)
-            if record.experts
-            else (TiledMLP if config.tiled_mlp > 1 else MLP)(
-                config, f"layers.{index}.mlp", parallel.tp
-            )
-        )
+        self.mlp: MLP | MoE
+        if record.experts:
+            self.mlp = MoE(config, seed, index, parallel)
+        else:
+            mlp = TiledMLP if config.tiled_mlp > 1 else MLP
+            self.mlp = mlp(config, f"layers.{index}.mlp", parallel.tp)
         self.mlp_output_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm("final_norm") if record.last else None
         self.recompute_context = RecomputeContext()
@@ -323,23 +320,17 @@ OBJECTIVE_SUM, REPORTED_SUM = 0, 1  # places in the output of HeadLayer
 
 class HeadLayer(Layer):
     """[s, b, h] -> logits -> sums of the loss over unmasked tokens, on every tensor-parallel rank.
-    `tied`: the word embedding's weight.
+    `weight`: its own or, tied, the word embedding's.
     """
 
     of_vocabulary = True
 
     def __init__(
-        self,
-        config: ModelConfig,
-        vocab_size: int,
-        padded_vocab: int,
-        tied: nn.Parameter | None,
-        tp: TensorParallel = NO_TP,
+        self, config: ModelConfig, vocab_size: int, weight: nn.Parameter, tp: TensorParallel
     ):
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
-        spec = vocabulary_matrix(config, vocab_size, padded_vocab, head=True)
-        self.weight = spec.parameter(tp) if tied is None else tied
+        self.weight = weight
         self.project = column_function(tp)
         self.cross_entropy = sharded_cross_entropy(
             self.weight.shape[0],

@@ -279,7 +279,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.tp, self.cp_size = config, parallel.tp, parallel.cp.size
         self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // self.tp.size
-        self.make_projections(config, f"layers.{layer}.attention")
+        self.make_projections(f"layers.{layer}.attention")
         self.core = CoreAttention(config, seed, layer, parallel)
 
     def forward(
@@ -291,7 +291,7 @@ class Attention(nn.Module):
         qkv = self.project(x, rotary=rotary, training=dropout_state is not None)
         return self.proj(self.core(*qkv, seen=seen, dropout_state=dropout_state))
 
-    def make_projections(self, config: ModelConfig, name: str) -> None:
+    def make_projections(self, name: str) -> None:
         """The linear layers and norms, whose tensors have names that begin with `name`."""
         raise NotImplementedError
 
@@ -299,8 +299,9 @@ class Attention(nn.Module):
         """What the attention core reads: the fused projection, or queries, keys and values."""
         raise NotImplementedError
 
-    def output_projection(self, config: ModelConfig, name: str) -> RowLinear:
+    def output_projection(self, name: str) -> RowLinear:
         """[h, n v], with the bias if there is one."""
+        config = self.config
         h, width = config.hidden_size, config.num_attention_heads * config.value_channels
         # GPT-2 scales the initial values of matrices that write to the residual stream.
         init = normal(config, residual_output=True)
@@ -340,14 +341,14 @@ def fused_qkv(config: ModelConfig, name: str) -> tuple[ParameterSpec, ParameterS
 class SelfAttention(Attention):
     """Attention whose queries, keys and values are one projection of x."""
 
-    def make_projections(self, config: ModelConfig, name: str) -> None:
-        tp = self.tp
+    def make_projections(self, name: str) -> None:
+        config, tp = self.config, self.tp
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries_per_group = self.heads // self.groups
         weight, bias = fused_qkv(config, name)
         has_bias = config.add_bias_linear or config.add_qkv_bias
         self.qkv = ColumnLinear(weight, bias if has_bias else None, tp)
-        self.proj = self.output_projection(config, name)
+        self.proj = self.output_projection(name)
         # every rank sees its own heads alone
         self.q_norm, self.k_norm = (
             Norm(config, f"{name}.{each}", config.kv_channels, grad_sum=("tp",))

@@ -22,7 +22,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from megatron.config.groups import ModelConfig
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.model.attention.attention import Attention
 from megatron.model.attention.rotary import Rotary, rotate_pairs, rotate_pairs_back
@@ -86,7 +85,8 @@ class LatentAttention(Attention):
 
     recomputable = {**Attention.recomputable, "mla_up_proj": "up_project"}
 
-    def make_projections(self, config: ModelConfig, name: str) -> None:
+    def make_projections(self, name: str) -> None:
+        config = self.config
         # Queries: through a latent, or by one projection of x.
         self.q_down = self.q_norm = self.q_up = self.q = None
         rank, width = config.q_lora_rank, config.kv_channels
@@ -102,7 +102,7 @@ class LatentAttention(Attention):
         self.kv_norm = self._norm(f"{name}.kv_norm", latent)
         made = config.qk_head_dim + config.v_head_dim
         self.kv_up = self._by_heads(f"{name}.kv_up", made, latent)
-        self.proj = self.output_projection(config, name)
+        self.proj = self.output_projection(name)
 
     def _down(self, name: str, rows: int) -> Linear:
         """A down-projection [rows, h], which every tensor-parallel rank holds whole."""
