@@ -83,17 +83,21 @@ class GPTModel(nn.Module):
         )
         self.head = None
         if any(stage.head for stage in stages):
-            if config.untie_embeddings_and_output_weights or self.embedding is None:
-                table = vocabulary_matrix(config, vocab_size, padded_vocab, head=True)
-                weight = table.parameter(self.tp)
-            else:
-                weight = self.embedding.word.weight  # this rank has both ends
-            self.head = HeadLayer(config, vocab_size, weight, self.tp)
+            self.head = self._make_head(padded_vocab)
         # One table serves all layers of a micro-batch.
         self.rotary = RotaryTables(config, dtype) if config.is_rotary else None
         self.stages = stages
         self.layers_by_stage = [self._layers_of(stage) for stage in stages]
         self.scalars = self._scalars()
+
+    def _make_head(self, padded_vocab: int) -> HeadLayer:
+        config, vocab_size = self.config, self.vocab_size
+        if config.untie_embeddings_and_output_weights or self.embedding is None:
+            table = vocabulary_matrix(config, vocab_size, padded_vocab, head=True)
+            weight = table.parameter(self.tp)
+        else:  # tied, and this rank has both ends
+            weight = self.embedding.word.weight
+        return HeadLayer(config, vocab_size, weight, self.tp)
 
     def _scalars(self) -> tuple[ScalarSpec, ...]:
         """What the layers of the whole model return alongside their output, the same on every rank.

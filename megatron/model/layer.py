@@ -218,16 +218,18 @@ class TransformerLayer(Layer):
         self.attention = attention(config, seed, index, parallel)
         self.attention_output_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm(f"layers.{index}.mlp_norm")
-        self.mlp: MLP | MoE
-        if record.experts:
-            self.mlp = MoE(config, seed, index, parallel)
-        else:
-            mlp = TiledMLP if config.tiled_mlp > 1 else MLP
-            self.mlp = mlp(config, f"layers.{index}.mlp", parallel.tp)
+        self.mlp = self._make_mlp(seed, index, parallel)
         self.mlp_output_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm("final_norm") if record.last else None
         self.recompute_context = RecomputeContext()
         self.choose_recompute(NO_RECOMPUTE)
+
+    def _make_mlp(self, seed: int, index: int, parallel: ModelParallel) -> MLP | MoE:
+        config = self.config
+        if self.record.experts:
+            return MoE(config, seed, index, parallel)
+        mlp = TiledMLP if config.tiled_mlp > 1 else MLP
+        return mlp(config, f"layers.{index}.mlp", parallel.tp)
 
     def _learned_positions(self, tp: TensorParallel) -> Embedding | None:
         """The table of learned positions, in the first layer, if any, whole on every rank."""
