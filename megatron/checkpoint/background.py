@@ -117,6 +117,7 @@ def serve(descriptor: int, pipe: int) -> None:
     with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view, suppress(EOFError):
         while True:
             command = json.loads(trainer.recv_bytes())
+            answer: JsonObject
             try:
                 answer = {"result": _carry_out(command, view, trainer)}
             except CheckpointError as error:
@@ -151,8 +152,8 @@ def _carry_out(command: JsonObject, memory: memoryview, trainer: Connection) -> 
     """
     root, folder, iteration = Path(command["root"]), Path(command["folder"]), command["iteration"]
     if command["do"] == "commit":
-        what = (command[key] for key in ("attempt", "shards", "state", "before"))
-        commit(root, folder, iteration, *what)
+        given = (command[key] for key in ("attempt", "shards", "state", "before"))
+        commit(root, folder, iteration, *given)
         retire(root, Policy(**command["retention"]), iteration)
         return None
 
