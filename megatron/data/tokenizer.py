@@ -130,13 +130,13 @@ def _read(kind: str, config: DataConfig, include_special_tokens: bool) -> Tokeni
     parts: list[Path | int] = [*paths]
     try:
         if kind == "SentencePieceTokenizer":
-            digest, found = "sentencepiece", _sentencepiece(*paths)
+            digest, found = "sentencepiece", _sentencepiece(paths[0])
         elif kind == "HuggingFaceTokenizer":
-            digest, found = "huggingface", _huggingface(*paths, include_special_tokens)
+            digest, found = "huggingface", _huggingface(paths[0], include_special_tokens)
         elif kind == "GPT2BPETokenizer":
             digest, found = "gpt2", _gpt2(*paths)
         else:
-            digest, found = "tiktoken", _tiktoken(*paths, config.vocab_size)
+            digest, found = "tiktoken", _tiktoken(paths[0], config.vocab_size)
             parts.append(found.vocab_size)  # which --vocab-size may have cut
     except ImportError as error:
         raise UserError(
