@@ -114,11 +114,7 @@ def start(
         warn_of_idle_gpus(launch, device)
         groups = make_groups(layout_of(config, world_size), **group_options(config))
         ranks = Ranks(groups.world, device, groups.pp.rank)
-        options, local_checkpoints = config.checkpoint, None
-        if options.local_checkpoint_dir is not None:
-            local_checkpoints = LocalCheckpoints(
-                options.local_checkpoint_dir, ranks, options.local_redundancy
-            )
+        local_checkpoints = _local_checkpoints(config, ranks)
 
         # 2. Everything that the run consists of.
         prepared = prepare(
@@ -181,6 +177,14 @@ def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.d
     same = {**flags.to_dict(), "versions": versions}
     connect(launch, backend, config.distributed.distributed_timeout_minutes, same)
     return device
+
+
+def _local_checkpoints(config: Config, ranks: Ranks) -> LocalCheckpoints | None:
+    """The checkpoints that the nodes of the ranks hold."""
+    options = config.checkpoint
+    if options.local_checkpoint_dir is None:
+        return None
+    return LocalCheckpoints(options.local_checkpoint_dir, ranks, options.local_redundancy)
 
 
 def _forecast_on_rank_0(

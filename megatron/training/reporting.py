@@ -78,7 +78,8 @@ def log(run: Run, interval: Interval, step_rates: StepRates) -> Interval:
         metrics["pipeline-bubble-fraction"] = timeline.bubble
     metrics |= _weight_metrics(run) | _layer_norms(run, step) | _timing_metrics(run, step)
     # 3. The line of the console, and the trackers' row.
-    end, watch = last_iteration(run.config, progress), run.timing.stragglers
+    end = last_iteration(run.config, progress)
+    watch = run.timing.stragglers
     line = training_line(
         progress.iteration,
         end,
@@ -93,10 +94,11 @@ def log(run: Run, interval: Interval, step_rates: StepRates) -> Interval:
     run.tracker.log(progress.iteration, metrics)
     if timeline is not None:
         title = f"{timeline.schedule}, the step of iteration {progress.iteration}"
-        page = partial(run.advisor.draw_timeline, title, timeline)
-        run.tracker.show("pipeline-timeline", page, last=step.batch.due.end)
+        draw = partial(run.advisor.draw_timeline, title, timeline)
+        run.tracker.show("pipeline-timeline", draw, last=step.batch.due.end)
     # 4. The next interval begins; what is open is saved with a checkpoint that comes between lines.
-    progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
+    progress.open_loss = 0.0
+    progress.open_steps = progress.open_skipped = progress.open_nan = 0
     return Interval(time.perf_counter())
 
 

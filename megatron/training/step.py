@@ -425,11 +425,15 @@ def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[str]:
             [~torch.isfinite(sums.losses[0]), ~torch.isfinite(grad_sq_sum)]
         ).double()
     all_reduce(found, run.groups.world)
+    return [
+        _describe_failed(run, batch, index, rank, "loss" if found[index, rank, 0] else "gradient")
+        for index, rank in found.sum(-1).nonzero().tolist()
+    ]
 
-    lines, own = [], run.config.training.micro_batch_size
-    for index, rank in found.sum(-1).nonzero().tolist():
-        first = batch.first_sample + index * size + rank * own
-        where = f" of data-parallel rank {rank}" if run.groups.dp.size > 1 else ""
-        what = "loss" if found[index, rank, 0] else "gradient"
-        lines.append(f"  micro-batch {index}{where}: {what}, samples {first}..{first + own - 1}")
-    return lines
+
+def _describe_failed(run: Run, batch: GlobalBatch, index: int, rank: int, what: str) -> str:
+    """Names micro-batch `index` of a data-parallel rank and its samples."""
+    size = run.config.training.micro_batch_size
+    first = batch.first_sample + index * run.global_micro_batch_size + rank * size
+    where = f" of data-parallel rank {rank}" if run.groups.dp.size > 1 else ""
+    return f"  micro-batch {index}{where}: {what}, samples {first}..{first + size - 1}"
