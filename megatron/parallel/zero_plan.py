@@ -144,7 +144,10 @@ class _Walk:
             return [partial(block.open_early, key) for block in trained]
         calls: Calls = []
         if kind in BACKWARDS:
-            calls += [partial(self.zero.open, block) for block in trained if block not in self.open]
+            for block in trained:
+                if block not in self.open:  # where nothing is reduced there is always room
+                    room = partial(self.zero.open, block) if self.planner.reduces else block.open
+                    calls.append(room)
             self.open.update(trained)
         if self.zero_stage >= 2 and kind is Kind.BACKWARD_WEIGHT:
             calls += [partial(block.add_early, key) for block in trained]

@@ -69,11 +69,6 @@ def test_of_groups_the_first_layer_alone_and_not_of_the_last_group():
     assert leaving(route_of(layers, ONE_AFTER_ANOTHER)) == {("0", 0), ("0", 1)}
 
 
-def test_an_evaluation_sends_nothing():
-    route = route_of(stage([NO_RECOMPUTE] * 3), [(Kind.FORWARD, micro) for micro in range(3)])
-    assert not any(route.leaves) and not any(route.reads)
-
-
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero-bubble"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_leaves_is_read_once_by_its_first_reader(name, rank):
