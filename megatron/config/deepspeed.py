@@ -220,7 +220,8 @@ class DeepSpeedFile:
 
 def compare_with_deepspeed(path: str, reading: Reading) -> None:
     """Compare the settings with a DeepSpeed file, and add those that no flag gives."""
-    where, faults = f"--deepspeed_config {path}", []
+    where = f"--deepspeed_config {path}"
+    faults: list[str] = []
     keys: dict[str, Any] = {}
     with collected(faults, "cannot be read"):
         content = read_json(path, dict, SETTINGS_LIMIT)

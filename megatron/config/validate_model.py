@@ -5,6 +5,7 @@ and what of a layer is recomputed. `@field` in a text is the flag with its value
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from megatron.config.derive import RunView, expert_ranks, rescales_scores
 from megatron.config.errors import about, collected
@@ -45,7 +46,10 @@ def latent_attention(run: RunView) -> Faults:
 
 def patterns(run: RunView) -> Faults:
     """Flags that choose which layers are of a kind must be readable."""
-    readers = {"window_attn_skip_freq": read_pattern, "no_rope_freq": read_pattern}
+    readers: dict[str, Callable] = {
+        "window_attn_skip_freq": read_pattern,
+        "no_rope_freq": read_pattern,
+    }
     if run.has("num_experts"):
         readers["moe_layer_freq"] = expert_pattern
     faults: list[str] = []

@@ -110,6 +110,34 @@ def test_defaults_of_rescaled_frequencies(flags, expected):
     )
 
 
+# Megatron-LM's defaults of all settings of positions that change no weights.
+MEGATRON = {
+    "max_position_embeddings": 32,  # --seq-length
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "no_rope_freq": None,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 1.0,
+    "rope_original_max_position_embeddings": 4096,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+
+
+@pytest.mark.parametrize("latent", [True, False])
+def test_what_a_file_leaves_out_has_megatrons_defaults(tmp_path, latent):
+    kind = {"position_embedding_type": "yarn", "multi_latent_attention": latent}
+    (tmp_path / "flags.json").write_text(json.dumps({"model": kind}))
+    read = parse_arguments([*LINE.split(), "--config", str(tmp_path / "flags.json")]).config
+    model = vars(resolve(read, 1, 101).config.model)
+    assert {name: model[name] for name in MEGATRON} == MEGATRON
+
+
 FORMER = {"rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 8192}
 
 
