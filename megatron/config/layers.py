@@ -74,9 +74,6 @@ def widest_window(model: ModelConfig) -> int | None:
     return None if None in windows_of(model) else model.window_size
 
 
-# ---------------------------------------------------------------- patterns
-
-
 def _marked(text: str | None, layers: int, mark: int) -> tuple[bool, ...]:
     """The layers that a pattern leaves out: every N-th one, counted from 1; of a list those with
     `mark`. Raises UserError.

@@ -56,9 +56,6 @@ def read_together(reading: Reading) -> None:
         together.take_experts()
 
 
-# ---------------------------------------------------------------- flags by themselves
-
-
 def _take_tokenizer_of_load(reading: Reading) -> None:
     """--patch-tokenizer-type names a tokenizer that --load holds."""
     folder, is_patch = reading.value("load"), reading.set_by.get("tokenizer_type", "")
@@ -102,9 +99,6 @@ FUNCTIONS: dict[str, Callable[[Reading, Words], None]] = {
     "--use-distributed-optimizer": _shard_optimizer,
     "--extra-vocab-size": _extend_vocabulary,
 }
-
-
-# ---------------------------------------------------------------- lengths and experts
 
 
 @dataclass

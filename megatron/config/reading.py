@@ -11,7 +11,7 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, TAKES_FILE
 from megatron.config.input_files import path_fault
-from megatron.config.options import FIELDS, Words, key, options_by_flag, shown
+from megatron.config.options import FIELDS, Option, Words, key, options_by_flag, shown
 
 Occurrence = tuple[str, Words]
 
@@ -91,15 +91,20 @@ class Reading:
         else:
             self.commands[flag] = words[0] if takes_file else ""
 
+    def _parse(self, option: Option, words: Words) -> Any:
+        try:
+            return option.parse(words)
+        except UserError:  # perhaps a value of another program
+            words, note = compatibility.translate_value(option.names[0], words)
+            value = option.parse(words)
+            if note:
+                self.notes.append(note)
+            return value
+
     def _field(self, flag: str, words: Words, written: str) -> None:
         option, on = options_by_flag()[key(flag)]
         try:
-            try:
-                value = option.parse(words)
-            except UserError:  # perhaps a value of another program
-                words, note = compatibility.translate_value(option.names[0], words)
-                value = option.parse(words)
-                self.notes += [note] if note else []
+            value = self._parse(option, words)
         except UserError as problem:
             self.faults.append(f"{written}: {problem}")
             self.unsure.add(option.names[0])

@@ -192,17 +192,17 @@ def _uneven(config: Config, first: int | None, last: int | None) -> tuple[int, .
     """
     ranks = config.distributed.pipeline_model_parallel_size
     virtual = config.distributed.num_virtual_stages_per_pipeline_rank
-    held = [first, *[None] * (ranks - 2), last]
-    others = held.count(None)
+    others = ranks - (first is not None) - (last is not None)
     rest = config.model.num_layers - (first or 0) - (last or 0)
-    share = rest // max(1, others)
-    counts = [share if count is None else count for count in held]
-    are_whole = min(counts) > 0 and not any(count % virtual for count in counts)
-    if sum(counts) != config.model.num_layers or not are_whole:
+    share, left = divmod(rest, others) if others else (0, rest)
+    numbers = [first or share, last or share, *[share] * (others > 0)]
+    is_whole = left == 0 and min(numbers) > 0
+    if not is_whole or any(number % virtual for number in numbers):
         raise UserError(
             f"@decoder_first_pipeline_num_layers and @decoder_last_pipeline_num_layers: leave "
             f"{rest} of @num_layers to {others} other pipeline rank(s), which must share them "
             "evenly, all divisible by @num_virtual_stages_per_pipeline_rank; change the numbers, "
             f"or give {INSTEAD}"
         )
+    counts = [first or share, *[share] * (ranks - 2), last or share]
     return tuple(counts[rank] // virtual for rank in placement_of(config))

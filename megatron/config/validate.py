@@ -242,10 +242,9 @@ def _files(run: RunView) -> Faults:
         yield f"@profile_ranks: there is no rank {outside[0]}; ranks count from 0"
 
 
+NUMBERS: tuple[Rule, ...] = (ranges, tables, _bounds)
 RULES: tuple[Rule, ...] = (
-    ranges,
-    tables,
-    _bounds,
+    *NUMBERS,
     *LAYOUT_RULES,
     *MODEL_RULES,
     _freeze,
@@ -278,7 +277,9 @@ def _remarks(run: RunView) -> Faults:
 
 def _faults(run: RunView) -> list[str]:
     faults: list[str] = []
-    for rule in RULES:
+    # other rules divide by these sizes and look at each layer
+    is_sound = min(run.tp, run.cp, run.pp) > 0 and (run.num_layers or 0) <= MOST_LAYERS
+    for rule in RULES if is_sound else NUMBERS:
         try:
             faults += rule(run)
         except UserError as problem:

@@ -12,8 +12,6 @@ from megatron.config.rules import Faults, divisor, multiple
 from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, layers_of_stages, stage_count
 
-# ---------------------------------------------------------------- sizes
-
 
 def _shares(size: int, groups: int) -> bool:
     """Whether ranks hold equal numbers of key/value heads, or heads equal numbers of ranks."""
@@ -84,8 +82,6 @@ def zero_groups(run: RunView) -> Faults:
         ranks = f"the {run.replicas} data- x context-parallel rank(s)"
         yield from divisor(run, "zero_shard_size", run.replicas, ranks, 2)
 
-
-# ---------------------------------------------------------------- stages
 
 _LAYOUT = "pipeline_model_parallel_layout"
 _PER_VIRTUAL = "num_layers_per_virtual_pipeline_stage"

@@ -91,8 +91,6 @@ def experts(run: RunView) -> Faults:
             yield "@moe_aux_loss_coeff: none has no loss; give aux_loss, or drop the coefficient"
 
 
-# ---------------------------------------------------------------- recomputation, pieces
-
 # Words of recomputation: the flag whose part they are, and what to give without it.
 PARTS = (
     ("moe", "num_experts", "mlp"),
@@ -135,8 +133,6 @@ def tiled_mlp(run: RunView) -> Faults:
         what = f"the {length} positions of the sequence that a rank holds"
         yield from divisor(run, "tiled_mlp", length, what)
 
-
-# ---------------------------------------------------------------- FP8
 
 _FP8_SIZES = (
     "hidden_size",

@@ -540,12 +540,21 @@ def test_zero_means_never():
     check_fields(resolved(off).config, [f"{field} = None" for field in fields])
 
 
-def test_rules_survive_any_single_odd_value():
+@pytest.mark.parametrize(
+    "ranks, flags",
+    [
+        (1, ""),
+        (4, "--num-layers 8 @pp 2 --context-parallel-size 2"),
+        (2, "@experts --tensor-model-parallel-size 2 --sequence-parallel"),
+        (1, "--fp8-format hybrid --fp8-min-width 64 --tiled-mlp 2"),
+    ],
+)
+def test_rules_survive_any_single_odd_value(ranks, flags):
     """No combination of one field's extreme value with a valid run makes a rule itself fail."""
-    config = configure()
+    config = configure(flags)
     for option in FIELDS.values():
         odd = (None, -1, 0, 10**9) if option.kind is int and not option.many else (None,)
         for value in odd:
             if value is not None or option.default is None:
                 changed = config.with_fields(option.group, **{option.field: value})
-                cross_field_faults(changed, 1, 101)
+                cross_field_faults(changed, ranks, 101)
