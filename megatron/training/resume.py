@@ -139,32 +139,29 @@ def changed_fields(
     """What a run may not change unseen: the model and, unless it takes the weights alone, the
     tokenizer and what --accept-changed names.
     """
-    theirs = config_of(state)
-    differences = _differences(theirs, config)
-    # 1. The model: no flag accepts another one. Of learned positions their table is a part of it;
-    # with rotary positions some fields hold no weights, so that a change of them is another run of
-    # the same model.
+    theirs, found = config_of(state), []
+    takes_run = not config.checkpoint.finetune and state.get("tokenizer") is not None
     rotary = theirs.model.is_rotary and config.model.is_rotary
-    found = [
-        Change(each.text, None)
-        for each in differences
-        if each.rule.refused or (each.rule.weightless and not rotary)
-    ]
+    for each in _differences(theirs, config):
+        rule = each.rule
+        # 1. The model: no flag accepts another one. Of learned positions their table is a part of
+        # it; with rotary positions some fields hold no weights, so that a change of them is another
+        # run of the same model.
+        if rule.refused or (rule.weightless and not rotary):
+            found.append(Change(each.text, None))
+        # 2. What later steps see. An evaluation has no batches of training.
+        elif rule.accept == "batch" and config.evaluation.skip_train:
+            continue
+        elif rule.accept and takes_run:
+            found.append(Change(f"{each.text}; {rule.what} would change", rule.accept))
+    # 3. The tokenizer. Another one of the same size is the user's choice when weights alone are
+    # taken.
     rows = state["vocab_size"]
     if vocab_size != rows:
         fix = f"; give --vocab-size {rows}" if rows > vocab_size else ""
         found.append(Change(f"vocabulary: checkpoint {rows}, tokenizer {vocab_size}{fix}", None))
-    if config.checkpoint.finetune or state.get("tokenizer") is None:
-        # another tokenizer of the same size is the user's choice when weights alone are taken
-        return found
-    # 2. The tokenizer, then fields that change what later steps see.
-    if tokenizer_fingerprint != state["tokenizer"]:
+    if takes_run and tokenizer_fingerprint != state["tokenizer"]:
         found.append(Change("tokenizer: its files are not those of the checkpoint", "tokenizer"))
-    for each in differences:
-        rule = each.rule
-        unused = rule.accept == "batch" and config.evaluation.skip_train
-        if rule.accept and (rotary or not rule.weightless) and not unused:
-            found.append(Change(f"{each.text}; {rule.what} would change", rule.accept))
     return found
 
 
