@@ -219,7 +219,8 @@ class CoreAttention(nn.Module):
                 q, k, v = qkv
                 qkv = q, *gather_keys(k, v, seen.places, self.cp.axis)
             if backend in SDPA:
-                out = fused_attention(*qkv, seen.mask, self.settings["scale"])
+                q, k, v = qkv
+                out = fused_attention(q, k, v, seen.mask, self.settings["scale"])
             elif backend == "plain":
                 options = self._options(dropout_state, backend)
                 out, _ = attention_reference(*qkv, mask=seen.mask, **options)
