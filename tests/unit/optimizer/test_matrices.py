@@ -20,12 +20,9 @@ from megatron.optimizer.matrices import MatrixOptimizer
 from megatron.training import pretrain
 
 STEPS, LR = 3, 1e-2
-FLAGS = (
-    *BASE,
-    *NO_DROPOUT.split(),
-    *f"--fp64 --train-iters {STEPS} --lr-warmup-iters 0 --lr-decay-style constant".split(),
-    *"--micro-batch-size 1 --weight-decay 0.1 --clip-grad 0".split(),
-)
+OWN = f"""--fp64 --train-iters {STEPS} --lr-warmup-iters 0 --lr-decay-style constant
+--micro-batch-size 1 --weight-decay 0.1 --clip-grad 0"""
+FLAGS = (*BASE, *NO_DROPOUT.split(), *OWN.split())
 GROUPED = "--group-query-attention --num-query-groups 2 --swiglu --disable-bias-linear"
 
 
@@ -55,15 +52,16 @@ def balanced():
         yield
 
 
+def changed(spec: ParameterSpec, multipliers: Multipliers) -> ParameterSpec:
+    tensors = (dataclasses.replace(tensor, multipliers=multipliers) for tensor in spec.tensors)
+    return dataclasses.replace(spec, tensors=tuple(tensors))
+
+
 @contextlib.contextmanager
 def multiplied():
     """Runs in which fc1 learns at half the rate with twice the decay, and norms have another
     epsilon.
     """
-
-    def changed(spec: ParameterSpec, multipliers: Multipliers) -> ParameterSpec:
-        tensors = (dataclasses.replace(tensor, multipliers=multipliers) for tensor in spec.tensors)
-        return dataclasses.replace(spec, tensors=tuple(tensors))
 
     init = GPTModel.__init__
 
@@ -88,10 +86,8 @@ def balanced_apart():
 
     def built(self: MLP, *args, **kwargs) -> None:
         init(self, *args, **kwargs)
-        spec = self.fc1.weight.spec
         apart = Multipliers(decoupled_lr=True, weight_decay=2.0)
-        tensors = (dataclasses.replace(tensor, multipliers=apart) for tensor in spec.tensors)
-        self.fc1.weight.spec = dataclasses.replace(spec, tensors=tuple(tensors))
+        self.fc1.weight.spec = changed(self.fc1.weight.spec, apart)
 
     with balanced(), mock.patch.object(MLP, "__init__", built):
         yield
@@ -120,18 +116,8 @@ def alone():
         yield outcome
 
 
-LAYOUTS = (
-    "dp2",
-    "dp2 zero1",
-    "dp4 zero2",
-    "dp2 zero3",
-    "dp4 zero3 shard2",
-    "tp2",
-    "tp4 sp",
-    "tp2 sp dp2 zero3",
-    "pp2 1f1b dp2 zero2",
-    "pp2 zero-bubble tp2 sp",
-)
+LAYOUTS = """dp2, dp2 zero1, dp4 zero2, dp2 zero3, dp4 zero3 shard2, tp2, tp4 sp, tp2 sp dp2 zero3,
+pp2 1f1b dp2 zero2, pp2 zero-bubble tp2 sp""".replace("\n", " ").split(", ")
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -43,9 +43,8 @@ def test_blocks_hold_every_parameter_once():
     for tied in (True, False):
         model = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=not tied)
         gpt, opt = build(model=model)
-        assert [b.name for b in opt.blocks] == ["embedding", "layers.0", "layers.1"] + (
-            [] if tied else ["head"]
-        )
+        units = ["embedding", "layers.0", "layers.1", *([] if tied else ["head"])]
+        assert [block.name for block in opt.blocks] == units
         names = [entry.name for block in opt.blocks for entry in block.entries]
         assert sorted(names) == sorted(name for name, _ in gpt.named_parameters())
         for block in opt.blocks:
@@ -79,14 +78,12 @@ def test_boxes_tile_every_parameter():
 def test_initial_weights():
     gpt, opt = build(dtype=torch.float64)
     weights = dict(gpt.named_parameters())
-    assert (weights["embedding.word.weight"][50:] == 0).all() and (
-        weights["embedding.word.weight"][:50] != 0
-    ).all()
+    words = weights["embedding.word.weight"]
+    assert (words[50:] == 0).all() and (words[:50] != 0).all()
     assert abs(weights["layers.0.mlp.fc1.weight"].std() - 0.02) < 0.002
     assert abs(weights["layers.0.mlp.fc2.weight"].std() - 0.02 / 2) < 0.001  # two layers: sqrt(4)
-    assert (weights["layers.0.input_norm.weight"] == 1).all() and (
-        weights["layers.0.mlp.fc1.bias"] == 0
-    ).all()
+    assert (weights["layers.0.input_norm.weight"] == 1).all()
+    assert (weights["layers.0.mlp.fc1.bias"] == 0).all()
     wider = build(dtype=torch.float32)[1]
     for (_, a), (_, b) in zip(opt.weight_boxes(), wider.weight_boxes()):
         assert torch.equal(a, b.double())  # one set of initial weights for every precision
@@ -104,9 +101,8 @@ def test_who_takes_the_decoupled_rate():
 
 def test_norm_is_accumulated_in_float64():
     x = torch.full((3 * PIECE + 5,), 1e-3)
-    assert sum_of_squares([x, x]).item() == pytest.approx(
-        2 * x.numel() * float(x[0]) ** 2, rel=1e-13
-    )
+    expected = 2 * x.numel() * float(x[0]) ** 2
+    assert sum_of_squares([x, x]).item() == pytest.approx(expected, rel=1e-13)
 
 
 def test_num_zeros_leaves_padding_out():
@@ -124,28 +120,18 @@ def test_num_zeros_leaves_padding_out():
 # ---- schedules ----
 
 
-def schedule(style="cosine", gbs=4, train_iters=100, **optimizer):
-    defaults = {
-        "lr": 1.5e-4,
-        "min_lr": 1e-5,
-        "lr_decay_style": style,
-        "lr_warmup_iters": 10,
-        "lr_decay_iters": 100,
-    }
-    return ParamSchedule.of(
-        Config(
-            training=TrainingConfig(global_batch_size=gbs, train_iters=train_iters),
-            optimizer=OptimizerConfig(**{**defaults, **optimizer}),
-        )
-    )
+def schedule(style="cosine", **optimizer):
+    lengths = {"lr_warmup_iters": 10, "lr_decay_iters": 100}
+    flags = {"lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": style, **lengths, **optimizer}
+    training = TrainingConfig(global_batch_size=4, train_iters=100)
+    return ParamSchedule.of(Config(training=training, optimizer=OptimizerConfig(**flags)))
 
 
 def test_cosine_example():
     s = schedule()
-    rates = {i: s.learning_rate(4 * i) for i in (1, 5, 10, 50, 100, 101)}
-    assert rates == pytest.approx(
-        {1: 1.5e-5, 5: 7.5e-5, 10: 1.5e-4, 50: 9.215537e-5, 100: 1e-5, 101: 1e-5}, rel=1e-6
-    )
+    expected = {1: 1.5e-5, 5: 7.5e-5, 10: 1.5e-4, 50: 9.215537e-5, 100: 1e-5, 101: 1e-5}
+    rates = {i: s.learning_rate(4 * i) for i in expected}
+    assert rates == pytest.approx(expected, rel=1e-6)
 
 
 def test_other_shapes():
@@ -175,37 +161,24 @@ def test_iterations_count_through_the_ramp_up():
     where full batches would have.
     """
     training = TrainingConfig(global_batch_size=8, train_iters=10, rampup_batch_size=(2, 2, 12))
-    config = Config(
-        training=training,
-        optimizer=OptimizerConfig(
-            lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_decay_iters=10, lr_warmup_iters=2
-        ),
-    )
+    lengths = {"lr_decay_iters": 10, "lr_warmup_iters": 2}
+    optimizer = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style="cosine", **lengths)
+    config = Config(training=training, optimizer=optimizer)
     s = ParamSchedule.of(config)
     consumed = [0]
     for _ in range(10):
         consumed.append(consumed[-1] + global_batch_size_at(consumed[-1], config))
     assert consumed[:4] == [0, 2, 4, 8] and s.warmup == 4 and s.decay == consumed[10] == 14 + 8 * 6
-    assert (
-        s.learning_rate(consumed[2]) == 1.0
-        and s.learning_rate(consumed[9]) > 0.1
-        and s.learning_rate(consumed[10]) == pytest.approx(0.1)
-    )
+    rates = [s.learning_rate(samples) for samples in consumed]
+    assert rates[2] == 1.0 and rates[9] > 0.1 and rates[10] == pytest.approx(0.1)
 
 
 # ---- loss scaling ----
 
 
 def test_loss_scaler():
-    scaler = LossScaler(
-        PrecisionConfig(
-            fp16=True,
-            initial_loss_scale=16.0,
-            min_loss_scale=4.0,
-            loss_scale_window=3,
-            hysteresis=2,
-        )
-    )
+    scales = {"initial_loss_scale": 16.0, "min_loss_scale": 4.0, "hysteresis": 2}
+    scaler = LossScaler(PrecisionConfig(fp16=True, loss_scale_window=3, **scales))
     seen = []
     for overflow in (True, True, True, False, False, False, True, True, True, True):
         scaler.update(overflow)
