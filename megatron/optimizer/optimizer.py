@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,6 +138,7 @@ class Optimizer:
         self, kinds: Sequence[str], blocks: Sequence[Block]
     ) -> Iterator[tuple[Box, Tensor | FileTensor]]:
         for kind, block in product(kinds, blocks):
+            found: Iterator[tuple[Box, Tensor | FileTensor]]
             if block.in_files:
                 found = self.files.boxes(block, kind)
             else:
@@ -267,7 +269,7 @@ class Optimizer:
             self.files.expect(tuple(self.files.dtypes))
         # Copies: the step count moves on before the last block is stepped.
         any_scalars = next(iter(scalars.values()))._asdict()
-        copies = {
+        copies: dict[str, Any] = {
             name: value.to("cpu", copy=True)
             for name, value in any_scalars.items()
             if isinstance(value, Tensor)
