@@ -125,11 +125,11 @@ def test_a_flipped_bit_is_named_on_every_rank(gloo_world, feature, layout):
 def save_with_a_flip(arguments: tuple[str, ...]) -> str:
     """A run in which rank 1 holds a wrong bit while iteration 4 is saved."""
 
-    def flipping(run: Run) -> None:
+    def flipping(run: Run, **place: bool) -> None:
         wrong = run.groups.rank == 1 and run.progress.iteration == 4
         if wrong:
             flip(run.optimizer, "exp_avg", MATRIX)
-        checkpointing.save(run)
+        checkpointing.save(run, **place)
         if run.checkpoints.pending is not None:
             run.checkpoints.before_update()  # from here on tensors may change
         if wrong:
