@@ -11,7 +11,13 @@ from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
-from megatron.tools._plan.layer_run import SPLIT, LayerRun, micro_batch_of, without_experts
+from megatron.tools._plan.layer_run import (
+    SPLIT,
+    LayerRun,
+    forget_models,
+    micro_batch_of,
+    without_experts,
+)
 from megatron.tools._plan.measured_pass import Between, MeasuredPass
 from megatron.tools._plan.state import element_sizes
 from megatron.tools._plan.work import UnitWork
@@ -244,7 +250,8 @@ def _passes(unit: Unit) -> list[MeasuredPass]:
 
 def forget_passes() -> None:
     """Run all units anew: what their passes take has been changed in their modules."""
-    for cached in (micro_batch_of, _run_of, _passes, unit_bytes_of, _work_of, _leaving):
+    forget_models()
+    for cached in (_run_of, _passes, unit_bytes_of, _work_of, _leaving):
         cached.cache_clear()
     _known.clear()
 

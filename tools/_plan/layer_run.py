@@ -37,7 +37,7 @@ from megatron.model.build import build_stages, hidden_shape
 from megatron.model.experts import experts
 from megatron.model.experts.router import AUX_LOSS
 from megatron.model.gpt import GPTModel
-from megatron.model.kernels import compute_dtype
+from megatron.model.kernels import choose_kernels, compute_dtype
 from megatron.model.layer import MicroBatch
 from megatron.model.recompute import LayerRecompute
 from megatron.model.stages import Stage
@@ -139,6 +139,12 @@ def _written(function: Any) -> str | None:
     return "self" if function.overloadpacket.__name__ in IN_PLACE else None
 
 
+@cache
+def _fake(function: Any) -> Any:
+    """What allocates in place of one of our operators."""
+    return FAKES.get(function.name()) if function.namespace == "megatron" else None
+
+
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages of meta tensors that were made while it is open and are alive, without
     those that were `given`. Operators that are called go to `log`.
@@ -160,22 +166,22 @@ class LiveBytes(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        fake = FAKES.get(function.name()) if function.namespace == "megatron" else None
-        if (written := _written(function)) is not None:
-            out = args[0] if written == "self" else (kwargs or {})[written]
-        elif fake is None:
-            out = meta_results.call(function, args, kwargs or {})
-        else:
+        kwargs = kwargs or {}
+        if (fake := _fake(function)) is not None:
             super().__enter__()
             log, self.log = self.log, None
             try:
-                out = fake(*args, **(kwargs or {}))
+                out = fake(*args, **kwargs)
             finally:
                 self.log = log
                 super().__exit__(None, None, None)
         with torch._C.DisableTorchFunction():
+            if (written := _written(function)) is not None:
+                out = args[0] if written == "self" else kwargs[written]
+            elif fake is None:
+                out = meta_results.call(function, args, kwargs)
             if self.log is not None:
-                self.log.operator(function, args, kwargs or {}, out)
+                self.log.operator(function, args, kwargs, out)
             for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
                 if isinstance(tensor, Tensor):
                     self._see(tensor)
@@ -242,18 +248,19 @@ class LayerRun:
 
     def __init__(self, config: Config, vocab_size: int, device: str, stage: Stage):
         self.config = config
-        group = MeasuredGroup(device != "cuda")
         self.log = OperationLog(
             hidden_shape(config), config.data.seq_length, compute_dtype(config.precision)
         )
         self.mode = PlannedDevice(device, _rows_of_expert(config), self.log)
-        self.model = _on_meta(config, vocab_size, device, stage, group)
+        # the model is that of any number of samples, once these have chosen the kernels
+        chosen, _ = choose_kernels(config, torch.device(device))
+        of_one = chosen.with_fields("training", micro_batch_size=1)
+        self.model, self.group = _on_meta(of_one, vocab_size, device, stage)
         ((_, self.layer),) = self.model.layers_by_stage[0]
         weights: list[Any] = [*self.model.parameters()]
         self.micro, _ = micro_batch_of(without_experts(config), device)
         given = [*weights, *(each.main_grad for each in weights), *tensors_of(self.micro)]
-        self.live = group.live = LiveBytes(given, self.log)
-        self.group = group
+        self.live = LiveBytes(given, self.log)
         shares = config.training.distribute_saved_activations
         self.runner = OffloadingRunner(
             META,
@@ -282,6 +289,7 @@ class LayerRun:
         """While layers' code runs. Of a rank's experts, those with the same number of rows are run
         once.
         """
+        self.group.live = self.live
         with patch.object(experts, "row_slices", self._unequal_experts), self.mode, self.live:
             yield
 
@@ -394,10 +402,12 @@ def _rows_of_expert(config: Config) -> float:
     return s * b * config.model.moe_router_topk * gathered / config.model.num_experts
 
 
+@lru_cache(maxsize=128)
 def _on_meta(
-    config: Config, vocab_size: int, device: str, stage: Stage, group: SilentGroup
-) -> GPTModel:
-    """A stage of the first rank, with gradient buffers."""
+    config: Config, vocab_size: int, device: str, stage: Stage
+) -> tuple[GPTModel, MeasuredGroup]:
+    """A stage of the first rank, with gradient buffers, and what stands for its groups."""
+    group = MeasuredGroup(device != "cuda")
     distributed = config.distributed
     tp, cp = distributed.tensor_model_parallel_size, distributed.context_parallel_size
     etp, ep = expert_ranks(config)
@@ -429,7 +439,7 @@ def _on_meta(
                 declared.shape, dtype=torch.bfloat16 if narrow else wide, device=META
             )
             module._parameters[name] = weight
-    return model
+    return model, group
 
 
 def without_experts(config: Config) -> Config:
@@ -447,12 +457,17 @@ def micro_batch_of(config: Config, device: str) -> tuple[MicroBatch, int]:
     """What layers read of a micro-batch, and its bytes; `config` is that of units without experts,
     which the others share.
     """
-    group = MeasuredGroup(device != "cuda")
-    model = _on_meta(config, 1, device, Stage(False, range(0), False), group)
+    model, group = _on_meta(config, 1, device, Stage(False, range(0), False))
     live = group.live = LiveBytes()
     with PlannedDevice(device), live:
         micro = _micro_batch(model, config)
     return micro, live.now
+
+
+def forget_models() -> None:
+    """Build all models anew."""
+    _on_meta.cache_clear()
+    micro_batch_of.cache_clear()
 
 
 def _micro_batch(model: GPTModel, config: Config) -> MicroBatch:

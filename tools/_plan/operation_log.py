@@ -8,9 +8,10 @@ so a new layer or kernel is counted without a formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ GEMMS = {
     "baddbmm": (1, 2),
     "baddbmm_": (1, 2),
     "_scaled_mm": (0, 1),
+}
+# methods that log our operators other than memory-bound kernels
+OURS = {
+    "flash_attention": "_our_core",
+    "flash_attention_backward": "_our_core",
+    "grouped_gemm": "_our_grouped_gemm",
+    "grouped_weight_grad_": "_our_grouped_wgrad",
 }
 # the positions of queries and keys in torch's fused attention
 CORES = {
@@ -75,8 +83,6 @@ class OperationLog:
 
     def __init__(self, hidden: torch.Size, length: int, compute: torch.dtype):
         self.hidden_shape, self.length, self.compute = hidden, length, compute
-        # by identity of an operator, which lives as long as torch: what logs it, and its launches
-        self.kinds: dict[int, tuple[Callable[..., None] | None, int]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -108,35 +114,10 @@ class OperationLog:
     def operator(self, function: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """An operator that has been called."""
         self.calls.append(function)
-        kind = self.kinds.get(id(function))
-        if kind is None:
-            kind = self.kinds[id(function)] = (
-                self._kind(function),
-                LAUNCHES.get(function.name(), 1),
-            )
-        add, launches = kind
-        if add is not None:
+        name, add, launches = _kind(function)
+        if add:
             self.launches.append(launches)
-            add(function, args, kwargs, out)
-
-    def _kind(self, function: Any) -> Callable[..., None] | None:
-        """What logs calls of this operator; None where a device has nothing to do for it."""
-        name = function.overloadpacket.__name__
-        if function.namespace == "megatron":
-            ours = {
-                "flash_attention": self._our_core,
-                "flash_attention_backward": self._our_core,
-                "grouped_gemm": self._our_grouped_gemm,
-                "grouped_weight_grad_": self._our_grouped_wgrad,
-            }
-            return ours.get(name, self._stream)
-        if function.namespace != "aten" or name in NO_WORK or _is_view(function):
-            return None
-        if name in GEMMS:
-            return self._gemm
-        if name in CORES:
-            return self._torch_core
-        return self._stream
+            getattr(self, add)(name, function, args, kwargs, out)
 
     # ---- GEMMs
 
@@ -150,8 +131,7 @@ class OperationLog:
         if count:
             self.product(Product(rows.shape[0] / count, n, k, count))
 
-    def _gemm(self, function: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
-        name = function.overloadpacket.__name__
+    def _gemm(self, name: str, function: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         a, b = (args[place] for place in GEMMS[name])
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         wide = a.dtype.itemsize > max(2, self.compute.itemsize)
@@ -160,11 +140,15 @@ class OperationLog:
         if GEMMS[name][0] == 1 and args[0].dim() > 1 and kwargs.get("beta", 1):
             self.streams.append(2 * out.nbytes)  # accumulates into what it read
 
-    def _our_grouped_gemm(self, function: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
+    def _our_grouped_gemm(
+        self, name: str, function: Any, args: tuple, kwargs: dict, out: Tensor
+    ) -> None:
         x, weight = args[:2]
         self.grouped(x, out.shape[1], x.shape[1], weight.shape[0])
 
-    def _our_grouped_wgrad(self, function: Any, args: tuple, kwargs: dict, out: Any) -> None:
+    def _our_grouped_wgrad(
+        self, name: str, function: Any, args: tuple, kwargs: dict, out: Any
+    ) -> None:
         grad, dy, x = args[:3]
         count = min(grad.shape[0], x.shape[0])
         if count:
@@ -178,8 +162,8 @@ class OperationLog:
         flops = 2.0 * widths * heads * pairs * (BACKWARD if backward else 1)
         self.cores.append(Core(flops, keys, heads, widths // 2, backward))
 
-    def _our_core(self, function: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        backward = function.name().endswith("backward")
+    def _our_core(self, name: str, function: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        backward = name.endswith("backward")
         first = 4 if backward else 0
         given = {
             each.name: value
@@ -200,8 +184,9 @@ class OperationLog:
         """Keys that a query of a causal sequence sees, in the mean."""
         return keys / 2 if window is None else min(keys / 2, float(window))
 
-    def _torch_core(self, function: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        name = function.overloadpacket.__name__
+    def _torch_core(
+        self, name: str, function: Any, args: tuple, kwargs: dict, out: Any
+    ) -> None:
         given = {each.name: value for each, value in zip(function._schema.arguments, args)} | kwargs
         q, k, v = args[CORES[name] : CORES[name] + 3]
         s, t = q.shape[2], k.shape[2]
@@ -211,12 +196,11 @@ class OperationLog:
 
     # ---- memory-bound kernels
 
-    def _stream(self, function: Any, args: tuple, kwargs: dict, out: Any) -> None:
+    def _stream(self, name: str, function: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Bytes read and written; of kernels over the residual stream apart from the others."""
-        name = function.overloadpacket.__name__
         read = [*_tensors(args)]
         if kwargs:
-            outputs = {each.name for each in function._schema.arguments if each.is_out}
+            outputs = _outputs(function)
             read += _tensors([value for key, value in kwargs.items() if key not in outputs])
         written = [*_tensors((out,))]
         if function.namespace == "megatron" and not written:  # mutates its arguments
@@ -232,6 +216,29 @@ class OperationLog:
             self.hidden += sizes
         else:
             self.streams += sizes
+
+
+@cache
+def _kind(function: Any) -> tuple[str, str, int]:
+    """An operator's name, the method that logs its calls (none where a device has nothing to do
+    for it), and its launches.
+    """
+    name, add = function.overloadpacket.__name__, "_stream"
+    if function.namespace == "megatron":
+        add = OURS.get(name, add)
+    elif function.namespace != "aten" or name in NO_WORK or _is_view(function):
+        add = ""
+    elif name in GEMMS:
+        add = "_gemm"
+    elif name in CORES:
+        add = "_torch_core"
+    return name, add, LAUNCHES.get(function.name(), 1)
+
+
+@cache
+def _outputs(function: Any) -> set[str]:
+    """Names of the arguments that an operator writes its results into."""
+    return {each.name for each in function._schema.arguments if each.is_out}
 
 
 def _is_view(function: Any) -> bool:

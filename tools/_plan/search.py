@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -318,6 +318,7 @@ class Search:
         self.rungs = RECOMPUTE if config.model.num_experts is None else RECOMPUTE_EXPERTS
         self.count = 0
         self.planned = 0
+        self.with_kernels: set[Hashable] = set()  # all that kernels depend on in a search
 
     def candidate(self, change: Change, level: int = 0) -> Candidate | None:
         """A layout with its time; None where the program refuses it, no kernel computes it, or
@@ -335,8 +336,11 @@ class Search:
         """
         asked = changed(self.config, change)
         config = resolve(asked, self.world_size, self.vocab_size).config
-        choose_kernels(config, torch.device("cuda"))
         model = StepModel(config, self.vocab_size, self.world_size)
+        kinds = model.operations.shape.of_units, config.optimizer.optimizer_cpu_offload
+        if kinds not in self.with_kernels:
+            choose_kernels(config, torch.device("cuda"))
+            self.with_kernels.add(kinds)
         if config.distributed.pipeline_model_parallel_layout == AUTO and is_even(model.stages):
             return None  # tried already
         return model

@@ -18,8 +18,14 @@ from megatron.tools._plan.simulate import Costs, simulate
 from megatron.tools._plan.state import expert_shard_size, precisions, shard_size
 from megatron.tools._plan.work import Exchange, UnitWork, Work
 
-from megatron.config.derive import attention_ranks, data_parallel_size, expert_ranks, replica_count
-from megatron.config.groups import Config
+from megatron.config.derive import (
+    ExpertRanks,
+    attention_ranks,
+    data_parallel_size,
+    expert_ranks,
+    replica_count,
+)
+from megatron.config.groups import Config, ModelConfig
 from megatron.distributed.groups import Layout, layout_of
 from megatron.model.arithmetic import (
     elements,
@@ -257,10 +263,9 @@ class StepModel:
 
     def layer_parameters(self, index: int) -> RankParameters:
         """Of a layer on a rank."""
-        model, ranks = self.config.model, expert_ranks(self.config)
-        total = elements(layer_parameters(model, index).values(), self.operations.tp, ranks)
-        of_experts = expert_elements(model, index, ranks)
-        return RankParameters(total - of_experts, of_experts)
+        return _layer_parameters(
+            self.config.model, index, self.operations.tp, expert_ranks(self.config)
+        )
 
     @property
     def gathers(self) -> bool:
@@ -509,6 +514,15 @@ class StepModel:
             seconds += elements * host * copied / (hardware.host_gbps * 1e9)
             seconds += elements * host * touched / (share * 1e9)
         return seconds
+
+
+@lru_cache(maxsize=4096)
+def _layer_parameters(
+    model: ModelConfig, index: int, tp: int, experts: ExpertRanks
+) -> RankParameters:
+    total = elements(layer_parameters(model, index).values(), tp, experts)
+    of_experts = expert_elements(model, index, experts)
+    return RankParameters(total - of_experts, of_experts)
 
 
 @lru_cache
