@@ -362,17 +362,15 @@ def measure(case: Case, tiny: bool) -> dict[str, Any]:
         set_determinism(device, True)
         make_streams_wait()
     with contextlib.nullcontext() if cuda else LiveBytes() as live:
-        before = torch.cuda.memory_allocated() if live is None else live.now
+        allocated = torch.cuda.memory_allocated if live is None else lambda: live.now
+        before = allocated()
         run = build(case.flags(tiny), case.ranks, device)
         run.optimizer.initialise()
         _, pendings = take_steps(run, WARMUP if cuda else 1)
         # a step on the host is put off to the next pass, and its gradients with it
         run.zero.wait_for_weights()
         gc.collect()
-        between, kinds = (
-            (torch.cuda.memory_allocated() if live is None else live.now) - before,
-            static_kinds(run),
-        )
+        between, kinds = allocated() - before, static_kinds(run)
         if live is None:
             torch.cuda.reset_peak_memory_stats()
         else:

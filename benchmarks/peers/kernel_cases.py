@@ -191,25 +191,26 @@ def attention_case(
             if "atomic" not in name:
                 forwards[name] = held(partial(call, *operands))
     choice = {"operator": "attention", "rival": DETERMINISTIC}
-    in_gluon = {
-        name: partial(gluon.forward, *by_key_head(ours), mask, Options(d**-0.5), configuration)
-        for name, configuration in (layouts(d, s) if layouts else {}).items()
-    }
-    for direction, calls, work, expect, expect_gluon in (
-        ("forward", (forwards, in_gluon), flops, EXPECTED[d, True], EXPECTED_GLUON),
-        (
-            "backward",
-            (backwards, {"ours in Gluon": _gluon_backward(ours, dout, mask)} if layouts else {}),
-            2.5 * flops,
-            EXPECTED[d, False],
-            EXPECTED_GLUON_BACKWARD,
-        ),
+    # the candidate in Gluon, next to what trains
+    gluon_forwards, gluon_backwards = {}, {}
+    if layouts:
+        options = Options(d**-0.5)
+        for name, configuration in layouts(d, s).items():
+            gluon_forwards[name] = partial(
+                gluon.forward, *by_key_head(ours), mask, options, configuration
+            )
+        gluon_backwards["ours in Gluon"] = _gluon_backward(ours, dout, mask)
+    for is_forward, calls, in_gluon, gluon_rates in (
+        (True, forwards, gluon_forwards, EXPECTED_GLUON),
+        (False, backwards, gluon_backwards, EXPECTED_GLUON_BACKWARD),
     ):
-        case = ("attention", f"{direction}, {shape}")
-        bench.measure(*case, calls[0], work, "FLOP", 1e3 * work / expect, **choice)
-        if calls[1]:
-            predicted = 1e3 * work / expect_gluon[d, causal]
-            bench.measure(*case, calls[1], work, "FLOP", predicted)
+        work = flops if is_forward else 2.5 * flops
+        case = "attention", f"{'forward' if is_forward else 'backward'}, {shape}"
+        predicted = 1e3 * work / EXPECTED[d, is_forward]
+        bench.measure(*case, calls, work, "FLOP", predicted, **choice)
+        if in_gluon:
+            predicted = 1e3 * work / gluon_rates[d, causal]
+            bench.measure(*case, in_gluon, work, "FLOP", predicted)
 
 
 def _attention_systems(

@@ -504,11 +504,8 @@ def against_torch(
             block.drop()
             block.open()
         loss = step()
-        answer[side] = {
-            "loss": loss,
-            "gradient": float(sum(block.grad.double().square().sum() for block in job.blocks))
-            ** 0.5,
-        }
+        squares = sum(block.grad.double().square().sum() for block in job.blocks)
+        answer[side] = {"loss": loss, "gradient": float(squares) ** 0.5}
     # the same fp32 products; a loss is a sum of a few thousand terms
     for value, other in zip(answer["ours"].values(), answer["torch"].values()):
         assert abs(value - other) <= 1e-5 * abs(value), (
@@ -517,18 +514,25 @@ def against_torch(
     for index in range(pairs):
         row = {}
         for side in list(sides)[:: 1 if index % 2 else -1]:
-            all_reduce(torch.zeros(1), groups.pp)
-            before = time.perf_counter(), time.process_time(), busy_seconds()
-            for _ in range(steps):
-                sides[side]()
-            all_reduce(torch.zeros(1), groups.pp)
-            after = time.perf_counter(), time.process_time(), busy_seconds()
-            row[side] = {
-                name: (b - a) / steps
-                for name, a, b in zip(("seconds", "cpu", "busy"), before, after)
-            }
+            row[side] = _timed(sides[side], steps, groups)
         answer["rounds"].append(row)
     return answer
+
+
+def _timed(step: Callable[[], float], steps: int, groups: Groups) -> dict[str, float]:
+    """Of a step: elapsed seconds, those of this process, and those in which the machine's cores are
+    busy. All ranks begin and end together.
+    """
+
+    def clocks() -> tuple[float, float, float]:
+        all_reduce(torch.zeros(1), groups.pp)
+        return time.perf_counter(), time.process_time(), busy_seconds()
+
+    before = clocks()
+    for _ in range(steps):
+        step()
+    spent = [(after - start) / steps for start, after in zip(before, clocks())]
+    return dict(zip(("seconds", "cpu", "busy"), spent))
 
 
 MEASUREMENTS = {

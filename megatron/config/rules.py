@@ -7,7 +7,6 @@ validate.py has the rules that need a computation.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable
@@ -296,8 +295,8 @@ def tables(run: RunView) -> Faults:
     for settings, text in EXCLUSIONS.items():
         ones, others = settings.split(" / ")
         fix = text if ";" in text else text + REMOVE
-        for one, other in itertools.product(ones.split(), others.split()):
-            if run.holds(one) and run.holds(other):
+        for one in filter(run.holds, ones.split()):
+            for other in filter(run.holds, others.split()):
                 yield f"@{field_of(one)}: is not supported with @{field_of(other)}{fix}"
     for line in RELATIONS.strip().splitlines():
         numbers, _, conditions = line.partition(" if ")

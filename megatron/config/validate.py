@@ -292,13 +292,21 @@ def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) 
     return _faults(derived(config, world_size, vocab_size))
 
 
+def checked(config: Config, world_size: int, vocab_size: int | None) -> RunView:
+    """The run of a configuration with derived values. Raises one `ArgumentErrors` with all
+    faults.
+    """
+    run = derived(config, world_size, vocab_size)
+    if faults := _faults(run):
+        raise ArgumentErrors(faults)
+    return run
+
+
 def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved:
     """The configuration with derived values filled in, for a job of `world_size` ranks.
 
     `vocab_size` is the tokenizer's real vocabulary, None while it is unknown. Raises one
     `ArgumentErrors` with all faults.
     """
-    run = derived(config, world_size, vocab_size)
-    if faults := _faults(run):
-        raise ArgumentErrors(faults)
+    run = checked(config, world_size, vocab_size)
     return Resolved(run.config, [*run.notes, *map(run.spell_out, _remarks(run))])

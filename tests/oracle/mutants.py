@@ -18,11 +18,6 @@ a LayerNorm's variance over n - 1 | gpt-files
         1 - 1 / x.shape[-1]) ** 0.5, stream
 an RMSNorm that takes the mean off | llama
     self.function.apply(stream, => self.function.apply(stream - stream.mean(-1, keepdim=True),
-an RMSNorm's epsilon outside the root | llama
-    self.function.apply(stream, self.weight, self.bias, self.eps), stream =>
-        self.function.apply(stream, self.weight, self.bias, self.eps) * (
-        square := stream.square().mean(-1, keepdim=True)).add(self.eps).sqrt() / (
-        square.sqrt() + self.eps), stream
 a residual stream that is taken behind the norm | llama
     self.function.apply(stream, self.weight, self.bias, self.eps), stream =>
         (self.function.apply(stream, self.weight, self.bias, self.eps),) * 2
@@ -73,27 +68,13 @@ rotary positions count on through documents | mixed-0
 = megatron/model/attention/rotary.py inverse_frequencies
 rotary_base ignored | mixed-13
     config.rotary_base ** => 10000.0 **
-rotary_percent ignored | mixed-13
-    config.rotary_width => config.kv_channels
 rotary_seq_len_interpolation_factor ignored | mixed-2
     if config.rotary_seq_len_interpolation_factor => if False
-use_rope_scaling ignored | mixed-4
-    if config.use_rope_scaling => if False
 rope_low_freq_factor ignored | uneven-split-seed-llama3
     rotating = => import dataclasses; config = dataclasses.replace(config, rope_low_freq_factor=1.0)
         rotating =
 yarn_beta_fast ignored | yarn-ramp
     rotating = => import dataclasses; config = dataclasses.replace(config, yarn_beta_fast=32.0)
-        rotating =
-yarn_beta_slow ignored | yarn-ramp
-    rotating = => import dataclasses; config = dataclasses.replace(config, yarn_beta_slow=1.0)
-        rotating =
-rope_high_freq_factor ignored | uneven-split-seed-llama3
-    rotating = =>
-        import dataclasses; config = dataclasses.replace(config, rope_high_freq_factor=4.0)
-        rotating =
-rope_scaling_factor ignored | uneven-split-seed-llama3
-    rotating = => import dataclasses; config = dataclasses.replace(config, rope_scaling_factor=8.0)
         rotating =
 YaRN without its temperature | mixed-5
     return frequency, temperature => return frequency, 1.0
@@ -121,16 +102,12 @@ scores not divided by their cap | caps-zloss
 = megatron/model/attention/attention.py SelfAttention.project
 keys normed by the queries' weight | llama-gqa-qknorm-window
     self.q_norm(q), self.k_norm(k) => self.q_norm(q), self.q_norm(k)
-keys not normed | llama-gqa-qknorm-window
-    self.q_norm(q), self.k_norm(k) => self.q_norm(q), k
 queries and keys normed after their rotation | llama-gqa-qknorm-window
     self.q_norm(q), self.k_norm(k) => q, k
     return q, k, v => return self.q_norm(q), self.k_norm(k), v
 = megatron/model/attention/attention.py seen_by_queries
 a window of one key more | llama-gqa-qknorm-window
     config.window_size => config.window_size and config.window_size + 1
-a window of one key fewer | llama-gqa-qknorm-window
-    config.window_size => config.window_size and config.window_size - 1
 the document mask ignored | documents
     "document_starts": document_starts => "document_starts": None
 = megatron/data/loader.py Source.batch
@@ -152,8 +129,6 @@ dropout that does not heed the seed | gpt-dropout
 = megatron/model/layer.py TransformerLayer.__init__
 one dropout mask for attention's and the MLP's output | gpt-dropout
     "attention.output_dropout" => "mlp.output_dropout"
-no dropout behind the embedding | gpt-dropout
-    if record.first and self.drops => if False
 = megatron/model/dropout.py Dropout.hidden
 hidden states that dropout keeps not scaled up | gpt-dropout
     * (1 / (1 - self.probability)) =>
@@ -163,9 +138,6 @@ the residual dropped too | gpt-dropout
 = kernels/philox.py keep_mask
 what should be dropped is kept | gpt-dropout
     round(drop * 2**32) => round((1 - drop) * 2**32)
-= megatron/model/experts/router.py Router.__init__
-one jitter for all layers | moe-bias-groups
-    philox.key(seed, name, "jitter") => philox.key(seed, "jitter")
 = megatron/model/experts/router.py Router._jitter
 one jitter for all samples | moe-bias-groups
     state.sample_ids[None, :] => state.sample_ids[None, :] * 0
@@ -183,12 +155,6 @@ experts that read the jittered input | moe-bias-groups
 one dropout mask for all samples | gpt-dropout
     held = => sample_ids = sample_ids * 0
         held =
-dropout numbers samples within the micro-batch | gpt-dropout
-    held = => sample_ids = torch.arange(len(sample_ids))
-        held =
-one dropout mask for all positions | gpt-dropout
-    hidden_positions = slice(None) =>
-        hidden_positions = slice(None); token_index = token_index * 0
 dropout in evaluation | gpt-dropout
     held = => training = True
         held =
@@ -201,8 +167,6 @@ a token that comes twice counts once in the embedding's gradient | llama
         first = [ids.tolist().index(each) for each in ids.unique().tolist()]
         ids, dy = ids[first], dy[first]
 = megatron/model/spec.py normal
-residual outputs begin as large as all weights | gpt-files
-    if residual_output else => if False else
 residual outputs scaled by the root of L, not of 2 L | gpt-files
     2 * config.num_layers => config.num_layers
 init-method-std ignored | llama
@@ -229,8 +193,6 @@ the loss mask ignored in the gradient | documents
     (loss * mask).sum() => loss.sum()
 the loss mask ignored in the reported loss | documents
     (loss.detach() * mask).sum() => loss.detach().sum()
-the loss mask ignored by the z-loss | mixed-0
-    (lse.square() * mask).sum() => lse.square().sum()
 gradients of means of micro-batches | documents
     (loss * mask).sum() => (loss * mask).sum() * mask.numel() / mask.sum()
 = megatron/optimizer/optimizer.py Optimizer.step
@@ -243,8 +205,6 @@ DATA = r"""
 = megatron/data/loader.py Source.batch
 end-of-document tokens not masked | documents
     if config.eod_mask_loss else => if False else
-positions not reset | documents
-    if config.reset_position_ids else => if False else
 positions reset one token late | documents
     positions - starts => positions - np.concatenate((starts[:, :1], starts[:, :-1]), axis=1)
 the loss masked where the label is an end of document | documents
@@ -310,16 +270,8 @@ a ramp-up that grows one increment early | ramp-up
 
 OPTIMIZER = r"""
 = megatron/optimizer/update.py _fused_adamw
-no bias correction | llama
-    at.number => at.number * 0 + 1e9
-no bias correction of the second moment | llama
-    at.number => at.number * 0 + 1e9
-    lr=at.lr => lr=at.lr / (1 - config.adam_beta1 ** int(at.number))
 bias correction one step ahead | llama
     at.number => at.number + 1
-betas exchanged | llama
-    beta1=config.adam_beta1, beta2=config.adam_beta2 =>
-        beta1=config.adam_beta2, beta2=config.adam_beta1
 epsilon inside the root | llama
     torch._fused_adamw_( => a, b = config.adam_beta1, config.adam_beta2
         g = grad if at.divisor is None else grad / at.divisor
@@ -328,8 +280,6 @@ epsilon inside the root | llama
         weight.mul_(1 - at.lr * at.weight_decay)
         return weight.sub_(at.lr / (1 - a ** int(at.number)) * exp_avg / root)
         torch._fused_adamw_(
-epsilon before the correction | llama
-    eps=at.eps => eps=at.eps / (1 - config.adam_beta2 ** int(at.number)) ** 0.5
 weight decay in the gradient | llama
     [grad] => [grad + at.weight_decay * weight * (1.0 if at.divisor is None else at.divisor)]
     weight_decay=at.weight_decay => weight_decay=0.0
@@ -357,8 +307,6 @@ every gradient scaled to the limit | gpt-files
     .clamp(max=1.0) =>
 the coefficient applied twice | sgd
     .clamp(max=1.0) => .clamp(max=1.0).square()
-the limit held against the squared norm | sgd
-    (norm + 1e-6) => (norm.square() + 1e-6)
 = megatron/optimizer/optimizer.py Optimizer.grad_sq_sum
 a norm without the vectors | gpt-files
     [shard[part] for part in self.counted[block]] => [shard[: max(
@@ -388,14 +336,10 @@ the least scale ignored | fp16-hysteresis
     self.config.min_loss_scale => 2.0**-10
 a window of one step more | fp16-window-of-one
     self.config.loss_scale_window => self.config.loss_scale_window + 1
-a scale that grows fourfold | fp16-window-of-one
-    self.scale * 2 => self.scale * 4
 clean steps counted through an overflow | fp16-overflows
     self.clean_steps, self.hysteresis = 0, self.hysteresis - 1 => self.hysteresis -= 1
 hysteresis that growth does not renew | fp16-window-of-one
     self.clean_steps, self.hysteresis = 0, self.config.hysteresis => self.clean_steps = 0
-hysteresis that each clean step renews | fp16-overflows
-    self.clean_steps += 1 => self.clean_steps += 1; self.hysteresis = self.config.hysteresis
 = megatron/optimizer/scaler.py LossScaler.__init__
 the constant scale ignored | fp16-one-scale
     config.fp16 and config.loss_scale is None => config.fp16
@@ -433,15 +377,6 @@ a constant rate that decays | documents
 WSD's decay exponential as the next style | ramp-up
     if self.warmup > 0 and => self = replace(self, wsd_style="linear")
         if self.warmup > 0 and
-WSD's decay linear as the next style | mixed-10
-    if self.warmup > 0 and => self = replace(self, wsd_style="cosine")
-        if self.warmup > 0 and
-WSD's decay cosine as the next style | mixed-7
-    if self.warmup > 0 and => self = replace(self, wsd_style="minus_sqrt")
-        if self.warmup > 0 and
-WSD's decay minus_sqrt as the next style | mixed-4
-    if self.warmup > 0 and => self = replace(self, wsd_style="exponential")
-        if self.warmup > 0 and
 WSD's decay one step early | ramp-up
     if self.warmup > 0 and => self = replace(self, wsd_decay=self.wsd_decay + 4)
         if self.warmup > 0 and
@@ -463,9 +398,6 @@ a weight decay one step late | mixed-5
 = megatron/optimizer/lr_schedule.py ParamSchedule.rates
 weight decay that stays at its start | mixed-5
     * share => * 0
-a cosine of weight decay for which a line is asked and the other way round | mixed-8
-    CHANGES[self.weight_decay_style] => CHANGES[
-        {"linear": "cosine", "cosine": "linear"}.get(self.weight_decay_style, "constant")]
 = megatron/optimizer/optimizer.py Optimizer.step
 embedding and head at the rate of all else | decoupled-tied
     rates.decoupled if each.decoupled_lr else rates.base => rates.base
@@ -479,13 +411,7 @@ an untied head at the rate of all else | decoupled-untied-resume
 = megatron/optimizer/lr_schedule.py ParamSchedule.rates
 a decoupled rate that decays to zero without its own minimum | decoupled-tied
     min_lr=self.decoupled_min_lr => min_lr=0.0
-a decoupled rate whose warm-up begins at zero | decoupled-tied
-    ends.learning_rate(samples) => replace(ends, init_lr=0.0).learning_rate(samples)
-a decoupled rate that decays to --min-lr | decoupled-untied-resume
-    min_lr=self.decoupled_min_lr => min_lr=self.min_lr
 = megatron/training/reporting.py _rate_metrics
-the base rate logged as the decoupled one | decoupled-tied
-    step_rates.decoupled => step_rates.base
 the rate of the step before | gpt-files
     {"learning-rate": step_rates.base} => {"learning-rate": run.schedule.rates(
         run.progress.scheduled_samples - run.config.training.global_batch_size).base}
@@ -520,9 +446,6 @@ one batch of validation fewer | gpt-files
     run.config.evaluation.eval_iters * => (run.config.evaluation.eval_iters - 1) *
 every evaluation reads other samples | gpt-files
     (run, source, first, => (run, source, first + run.progress.iteration,
-= megatron/training/loop.py evaluate_all
-the test reads the validation data | gpt-files
-    else run.data.test => else run.data.valid
 = megatron/training/loop.py blended
 the validation of several sources a plain mean | resume-new-blend
     source.weight * value => value / len(values)
@@ -538,10 +461,6 @@ moments dropped at a resume | resume
     run.scaler.load(checkpoint.state["scaler"]) =>
         [run.optimizer.states[block].tensors[name].zero_() for block in run.optimizer.trained
         for name in run.optimizer.state_names]
-bias correction begins anew at a resume | resume
-    run.optimizer.steps.fill_(checkpoint.state["optimizer_steps"]) => run.optimizer.steps.zero_()
-the schedule begins anew at a resume | resume
-    run.scaler.load(checkpoint.state["scaler"]) => run.progress.scheduled_samples = 0
 the loss scale begins anew at a resume | resume-fp16
     run.scaler.load(checkpoint.state["scaler"]) => return
 weights rounded at a resume | resume

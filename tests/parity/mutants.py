@@ -14,15 +14,9 @@ TABLE = r"""
 no sum of layer norms | llama tp2 sp serial
     config.hidden_size, sums) =>
         config.hidden_size, () if name.endswith("input_norm") else sums)
-= megatron/model/layer.py TransformerLayer.__init__
-no sum of the final norm | llama tp2 sp serial
-    config.hidden_size, sums) => config.hidden_size, () if name == "final_norm" else sums)
 = megatron/model/mlp.py MLP.__init__
 no sum of row-parallel biases | documents tp2 sp
     h, **whole_on_every_rank(tp) => h, copies="tp"
-= megatron/model/layer.py TransformerLayer._learned_positions
-no sum of positions | documents tp2 sp
-    **whole_on_every_rank(tp) => copies="tp"
 = megatron/model/attention/attention.py SelfAttention.make_projections
 no sum of QK norms | mqa-qknorm-bias tp2 dp2
     grad_sum=("tp",) => grad_sum=()
@@ -53,8 +47,6 @@ a reduce-scatter without some rank's part | gpt dp2 serial
 = megatron/model/linear.py accumulate_weight_grad
 a weight's first GEMM added to what the last step left | gpt tp2
     overwrite = getattr(weight, "overwrite_main_grad", False) => overwrite = False
-every GEMM overwrites | gpt tp2
-    overwrite = getattr(weight, "overwrite_main_grad", False) => overwrite = True
 = megatron/model/embedding.py _Embedding.forward
 overlapping vocabulary ranges of the embedding | gpt tp2
     rank * weight.shape[0] => rank * (weight.shape[0] - 1)
@@ -162,9 +154,6 @@ no dropout in the second run of recomputation | recompute pp2 zero-bubble
 = megatron/parallel/zero_plan.py _Walk.after
 reduced when the input gradients are complete | documents pp2 zero-bubble-v dp2
     if kind in COMPLETING: => if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-= megatron/parallel/zero_plan.py _Walk._periods
-a split backward reduced one micro-batch too early | documents pp2 zero-bubble-v dp2
-    if often else count => if often else count - 1
 = megatron/parallel/zero.py Zero.finish_gradients
 partial gradients summed on the first pipeline rank alone | llama pp2 1f1b tp2 sp
     sum_partial_gradients(self.trained, self.groups) =>
@@ -175,19 +164,12 @@ no sum of a tied matrix's gradients | gpt pp2 gpipe
 = megatron/distributed/groups.py build_groups
 a tied matrix summed over data-parallel ranks | documents pp2 1f1b dp2
     _ends(groups["pp"], own) => groups["dp"]
-= megatron/parallel/blocks.py Block.counted
-both copies of a tied matrix counted in the norm | gpt pp2 gpipe
-    if holders(box, groups).rank > 0: =>
-        if box.replicated != "tied" and holders(box, groups).rank > 0:
 = megatron/training/step.py update
 a norm of each stage | m5 pp2 1f1b
     grad_sq_sum=grad_sq_sum => grad_sq_sum=run.optimizer.grad_sq_sum()
 = megatron/training/run.py Run.reports_loss
 losses and tokens counted on every stage | m5 pp2 1f1b
     self.pipeline.has_head and =>
-= megatron/training/evaluate.py evaluate
-an evaluation on a stage without a head | m5 pp2 1f1b
-    all_reduce(total, run.groups.world) => all_reduce(total, run.groups.dp)
 = megatron/parallel/zero.py Zero._finish_reduction
 one block's gradients not added to the shard | dropout dp2 zero2
     block.summed.add_(slice_) =>
@@ -260,9 +242,6 @@ positions that count from 0 on each rank | llama cp2 p2p
 labels that are the next tokens of what the rank holds | gpt cp2 p2p
     getattr(batch, name)[:, own] =>
         batch.tokens[:, own].roll(-1, 1) if name == "labels" else getattr(batch, name)[:, own]
-each rank counts the valid tokens of the first positions | documents cp2 allgather
-    getattr(batch, name)[:, own] =>
-        getattr(batch, name)[:, torch.arange(len(own)) if name == "loss_mask" else own]
 = megatron/training/step.py run_micro_batches
 an objective multiplied by the context-parallel ranks | gpt cp2 p2p
     scale, recording => scale * run.groups.cp.size, recording
@@ -283,9 +262,6 @@ gradients of keys and values that the own queries gave alone | gpt cp4 allgather
 = megatron/model/attention/attention.py seen_by_queries
 a mask as if the rank's queries were the first | dropout cp2 allgather
     "q_positions": own, => "q_positions": torch.arange(len(own)),
-= megatron/model/attention/attention.py CoreAttention.__init__
-heads counted from the first on every rank in dropout | dropout cp2 a2a
-    cp.heads.rank * (heads // cp.heads.size) => 0
 = megatron/model/attention/ring_attention.py RingAttention.backward
 lost hop of gradients | gpt cp2 p2p
     own_gradient += arriving.wait() => arriving.wait()
@@ -298,8 +274,6 @@ the second half of an earlier rank's keys | gpt cp2 p2p
 = megatron/model/attention/ring_attention.py _join
 a log-sum-exp rounded to bf16 | gpt cp2 p2p
     sigmoid(part_lse - lse) => sigmoid(part_lse.bfloat16().to(lse) - lse)
-parts joined with equal weights | gpt cp2 p2p
-    out.lerp_(part.to(out.dtype), weight) => out.add_(part).div_(2)
 = megatron/model/attention/ring_attention.py BlockAttention.backward
 a backward pass that normalizes each block by itself | gpt cp2 p2p
     dout, q, k, v, out = _by_head => lse = self.forward(q, k, v, mask)[1]
@@ -310,8 +284,6 @@ keys of each block counted from 0 in dropout | dropout cp2 p2p
 = megatron/model/experts/experts.py _ExpertLinear.backward
 gradients of experts divided by the ranks that hold them | moe dp4 ep2
     accumulate_weight_grad(dy, => accumulate_weight_grad(dy / 2,
-gradients of experts summed over ranks that do not hold them | moe dp2 ep2
-    accumulate_weight_grad(dy, => accumulate_weight_grad(dy * 2,
 = megatron/parallel/blocks.py Block.counted
 a norm of the gradient without experts | moe dp2 ep2
     if low < high: => if low < high and self.layout.group != "expert":
@@ -380,9 +352,6 @@ a tied head on the last stage at the base rate | decoupled pp2 1f1b
 the first piece of the sequence twice | tiled tp2 sp
     _PutPiece.apply(y, super().forward(piece), rows) =>
         _PutPiece.apply(y, super().forward(x[:length] if start == length else piece), rows)
-pieces put back in another order | tiled tp2 sp
-    super().forward(piece), rows) => super().forward(piece), slice(
-        x.shape[0] - start - length, x.shape[0] - start))
 = megatron/model/mlp.py _TakePiece.backward
 an input gradient of the last piece alone | tiled tp2 sp
     dx = drows.new_empty(ctx.shape) if dx is None else dx => dx = drows.new_zeros(ctx.shape)

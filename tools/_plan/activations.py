@@ -132,9 +132,12 @@ class Shape:
     @cached_property
     def of_ends(self) -> Config:
         """Likewise of embedding and head."""
-        return self.of_dense.with_fields(
-            "distributed", cp_comm_type="allgather", hierarchical_context_parallel_sizes=None
-        )
+        return _without_context(self.of_dense)
+
+    @cached_property
+    def works(self) -> dict[Hashable, UnitWork]:
+        """What is known of the passes of its units, which other shapes share."""
+        return _works_of(self.of_units, self.vocab_size, self.device)
 
     def like(self, index: int, *, final_norm: bool = True) -> int:
         """The first layer whose passes take what those of layer `index` do, its final norm included
@@ -189,6 +192,14 @@ def unit_config(config: Config) -> Config:
             expert_tensor_parallel_size=distributed.expert_tensor_parallel_size,
             pipeline_schedule=SPLIT if is_split else "1f1b",
         ),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _without_context(config: Config) -> Config:
+    """That of units whose positions do not meet."""
+    return config.with_fields(
+        "distributed", cp_comm_type="allgather", hierarchical_context_parallel_sizes=None
     )
 
 
@@ -251,7 +262,7 @@ def _passes(unit: Unit) -> list[MeasuredPass]:
 def forget_passes() -> None:
     """Run all units anew: what their passes take has been changed in their modules."""
     forget_models()
-    for cached in (_run_of, _passes, unit_bytes_of, _work_of, _leaving):
+    for cached in (_run_of, _passes, unit_bytes_of, _works_of, _leaving):
         cached.cache_clear()
     _known.clear()
 
@@ -303,13 +314,15 @@ def unit_bytes_of(unit: Unit) -> UnitBytes:
 
 def unit_work(shape: Shape, stage: Stage, choice: LayerRecompute = NO_RECOMPUTE) -> UnitWork:
     """What the passes of the one unit of a stage compute, move and send."""
-    return _work_of(shape.unit(stage, choice))
+    if (stage, choice) not in shape.works:
+        forward, backward, *halves = (each.work for each in _passes(shape.unit(stage, choice)))
+        shape.works[stage, choice] = UnitWork(forward, *(halves or [backward]))
+    return shape.works[stage, choice]
 
 
 @cache
-def _work_of(unit: Unit) -> UnitWork:
-    forward, backward, *halves = (each.work for each in _passes(unit))
-    return UnitWork(forward, *(halves or [backward]))
+def _works_of(config: Config, vocab_size: int, device: str) -> dict[Hashable, UnitWork]:
+    return {}
 
 
 @cache

@@ -442,6 +442,7 @@ def _on_meta(
     return model, group
 
 
+@lru_cache(maxsize=4096)
 def without_experts(config: Config) -> Config:
     """That of units without experts, which those of other layers do not concern."""
     if config.model.num_experts is None:

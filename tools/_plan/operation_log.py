@@ -24,7 +24,8 @@ COLLECTIVE_LAUNCHES = 5  # a collective takes the host as long as that many kern
 LAUNCHES = {"megatron::flash_attention_backward": 3}
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 NO_WORK = ALLOCATIONS | {"_unsafe_view", "lift_fresh", "set_", "resize_"}
-OVERWRITES = {"copy_", "fill_", "zero_"}  # their first argument is written and not read
+# their first argument is not read: it is written, or gives a shape
+OVERWRITES = {"copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like"}
 GATHERS = {"embedding", "index_select", "index", "gather"}  # read as many elements as they write
 # read and write as many elements of their first argument as the last one has
 SCATTERS = {"index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
@@ -184,9 +185,7 @@ class OperationLog:
         """Keys that a query of a causal sequence sees, in the mean."""
         return keys / 2 if window is None else min(keys / 2, float(window))
 
-    def _torch_core(
-        self, name: str, function: Any, args: tuple, kwargs: dict, out: Any
-    ) -> None:
+    def _torch_core(self, name: str, function: Any, args: tuple, kwargs: dict, out: Any) -> None:
         given = {each.name: value for each, value in zip(function._schema.arguments, args)} | kwargs
         q, k, v = args[CORES[name] : CORES[name] + 3]
         s, t = q.shape[2], k.shape[2]

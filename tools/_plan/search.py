@@ -26,7 +26,7 @@ from megatron.config.derive import derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.stages import AUTO
-from megatron.config.validate import cross_field_faults, resolve
+from megatron.config.validate import checked, cross_field_faults
 from megatron.model.kernels import choose_kernels
 from megatron.model.stages import Stage
 from megatron.parallel.schedule import Kind
@@ -335,7 +335,7 @@ class Search:
         the program refuses it, or no kernel computes it.
         """
         asked = changed(self.config, change)
-        config = resolve(asked, self.world_size, self.vocab_size).config
+        config = checked(asked, self.world_size, self.vocab_size).config
         model = StepModel(config, self.vocab_size, self.world_size)
         kinds = model.operations.shape.of_units, config.optimizer.optimizer_cpu_offload
         if kinds not in self.with_kernels:

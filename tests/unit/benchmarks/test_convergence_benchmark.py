@@ -149,6 +149,25 @@ def test_a_peer_that_does_other_work_is_refused(apart, fine, corpus, monkeypatch
             tool.same_start(*corpus, {})
 
 
+def test_another_commit_or_a_changed_file_of_nanogpt_is_refused(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *identity, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "train.py").write_text("pass\n")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    with pytest.raises(SystemExit, match="check out 3adf61e"):
+        tool.check_nanogpt(tmp_path)
+    monkeypatch.setattr(tool, "NANOGPT", git("rev-parse", "HEAD"))
+    tool.check_nanogpt(tmp_path)
+    (tmp_path / "train.py").write_text("other\n")
+    with pytest.raises(SystemExit, match="has changes, undo them"):
+        tool.check_nanogpt(tmp_path)
+
+
 def test_the_recorded_rows_are_those_of_the_recorded_runs():
     document = json.loads((ROOT / "docs/results/convergence.json").read_text())
     assert document["rows"] == json.loads(json.dumps(tool.summary(document["runs"])))

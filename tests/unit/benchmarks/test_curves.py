@@ -88,6 +88,23 @@ def test_the_active_flops_are_those_of_the_dense_model_and_the_router(tmp_path):
     assert mixture["flops_per_token"] - dense["flops_per_token"] == 6 * router
 
 
+def test_losses_and_loads_are_kept_of_a_runs_metrics():
+    loads = {
+        f"expert-load-{which}/layers.{layer}": value
+        for which, values in (("max", (2.0, 3.0)), ("min", (0.25, 0.5)))
+        for layer, value in zip((10, 9), values)
+    }
+    rows = [
+        {"iteration": 10, "lm loss": 6.123456} | loads,
+        {"iteration": 20, "lm loss": 5.0, "lm loss validation": 5.5, "lm loss test": 1.0},
+    ]
+    assert expert_curves.kept(rows) == {
+        "training": [[10, 6.12346], [20, 5.0]],
+        "validation": [[20, 5.5]],
+        "loads": [[10, [3.0, 2.0], [0.5, 0.25]]],  # layers in the order of their numbers
+    }
+
+
 @pytest.mark.parametrize("flags", [[], [expert_overlap.FLAG]])
 def test_runs_with_and_without_overlapped_exchange_are_allowed(flags):
     command = command_of("ours", expert_overlap.WORK, Path(), Path())

@@ -85,3 +85,22 @@ def test_our_command_line_asks_for_the_same_work(system):
         assert distributed.zero3_keep_gathered == system.endswith("keep")
         assert config.training.global_batch_size == work.accumulation * work.data_parallel
         assert parameter_count(config.model, work.vocab)["total"] == tool.parameters()
+
+
+def test_verdicts_name_the_best_peer():
+    """DeepSpeed's stage 0 accumulates in bf16: no yardstick for memory, one for bytes sent."""
+    sizes = {"ours-0": 3, "ours-2": 9, "deepspeed-0": 1, "ddp-0": 2}
+    runs = [
+        {"system": system, "resident": size * MIB, "forward": 0, "peak": MIB, "wire": size * MIB}
+        | {"losses": [8.0]}
+        for system, size in sizes.items()
+    ]
+    settings = {"N=2, m=1": {"runs": runs}}
+    found = {each["measure"]: (each["peer"], each["passed"]) for each in tool.verdicts(settings)}
+    assert found == {
+        "resident": ("ddp-0", False),
+        "peak": ("ddp-0", True),
+        "wire": ("deepspeed-0", False),
+    }
+    text = tool.memory_tables(settings)
+    assert "1 of 3 comparisons" in text and "| N=2, m=1 | 0 | resident |" in text

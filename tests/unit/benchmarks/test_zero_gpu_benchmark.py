@@ -38,6 +38,7 @@ def test_the_models_have_the_sizes_of_their_names():
     [
         tool.Case("stages", "1.3B", 0, 2, 4),
         tool.Case("stages", "1.3B", 2, 2, 4),
+        tool.Case("stages", "1.3B", 3, 2, 4),
         tool.Case("users", "340M", 1, 2, 1, ranks=4),
         tool.Case("offload", "1.3B", 2, 2, 2, offload=True),
         tool.Case("params", "1.3B", 3, 2, 2, ranks=2, offload=True, params=True),
@@ -82,6 +83,8 @@ def test_cases_run_in_processes_of_their_own_and_failures_are_recorded(
     assert rows[0]["failed"].startswith("exit code 1") and rows[1]["peak"] > rows[1]["between"] > 0
     table = (tmp_path / "zero_gpu.md").read_text()
     assert table in capsys.readouterr().out and "| 1.3B, 8 ranks, 1 x 2 | 2 |" in table
+    memory = rows[0] | {"failed": "out of memory"}
+    assert "| 1.3B, 8 ranks, 1 x 2 | 3 | out of memory | - |" in tool.tables([memory])
     assert tool.main(["--out", str(tmp_path), "--tiny", "--minutes", "0"]) == 1
     assert all(
         "not run" in row["failed"]

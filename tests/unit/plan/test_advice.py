@@ -52,6 +52,17 @@ def test_tokens_that_hide_a_transfer(flags, needed):
     assert all(transfer.tokens == 1024 and not transfer.hides for transfer in found)
 
 
+@pytest.mark.parametrize("ep", [4, 8])
+def test_experts_that_other_ranks_hold_too_are_sent_without_each_token_using_them(ep):
+    """16 of them, 2 for each token; on 8 expert-parallel ranks each is held once."""
+    experts = "--num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 1024"
+    config = configure(SEVEN, 8, *experts.split(), "--expert-model-parallel-size", ep)
+    dense, expert = 4 * 4096**2 + (2 + 16) * 4096, 3 * 4096 * 1024
+    sent, active = dense + (16 // ep * expert if ep < 8 else 0), dense + 2 * expert
+    (reduction,) = transfers(config, 8)
+    assert reduction.tokens_needed == pytest.approx(2 * 7912 * sent / active, abs=2)
+
+
 @pytest.mark.parametrize("samples", [1, 12])
 def test_the_flags_that_are_named_help(samples):
     flags = f"--zero-stage 2 --micro-batch-size {samples} --global-batch-size {samples * 32}"

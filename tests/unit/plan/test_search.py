@@ -25,6 +25,7 @@ from megatron.config.errors import UserError
 from tools.plan import run
 
 EP = "--expert-model-parallel-size"
+PAIRS = "--overlap-moe-expert-parallel-comm"
 
 
 def test_a_search_ranks_what_fits():
@@ -70,8 +71,9 @@ def changes_of(flags: str, world: int) -> list[dict]:
             },
         ),
         (
-            EXPERTS,
+            f"{EXPERTS} {EP} 2 {PAIRS}",
             {
+                "overlap_moe_expert_parallel_comm": {True, False},
                 "expert_model_parallel_size": {1, 2, 4, 8, 16},
                 "expert_tensor_parallel_size": {None, 1, 2, 4, 8},
                 "moe_token_dispatcher_type": {"alltoall", "allgather"},
@@ -112,16 +114,17 @@ def test_flags_of_a_search_are_the_run():
     [
         pytest.param(f"{DENSE} --global-batch-size 32", 8, 24, marks=pytest.mark.full),
         (f"{EXPERTS} --global-batch-size 16 --freeze embedding", 4, 5),
+        (f"{EXPERTS} --global-batch-size 16 {EP} 2 {PAIRS}", 4, 5),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "experts", "pairs"],
 )
 def test_a_bound_is_below_what_is_simulated_and_planned(flags, world, count):
     """The search leaves out nothing by its bounds of time and memory."""
     search, changes = Search(asked(flags), VOCABULARY, world, H100), changes_of(flags, world)
     gathers = next(each for each in changes if each["distributed", "zero_stage"] == 3)
     tried = 0
-    for change in [*changes[:: len(changes) // count], gathers]:
-        each = search.candidate(change)
+    for number, change in enumerate([*changes[:: len(changes) // count], gathers]):
+        each = search.candidate(change, (0, 3, 4)[number % 3])
         if each is None:
             continue
         bound, least = each.seconds, search.least_gib(each)
@@ -154,9 +157,8 @@ def test_advice_about_experts():
     text = advice(f"{balanced} {GATHER} {EP} 8", 8)
     assert "--moe-token-dispatcher-type alltoall makes it" in text
     assert "nothing balances" not in text and "spans nodes" not in text
-    pairs = "--overlap-moe-expert-parallel-comm"
-    assert f"{pairs} makes it" in advice(f"{balanced} {EP} 16", 16)
-    assert "while tokens travel" not in advice(f"{balanced} {EP} 16 {pairs}", 16)
+    assert f"{PAIRS} makes it" in advice(f"{balanced} {EP} 16", 16)
+    assert "while tokens travel" not in advice(f"{balanced} {EP} 16 {PAIRS}", 16)
 
 
 def test_explain_report_says_gains_and_losses():
