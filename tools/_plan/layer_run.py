@@ -406,7 +406,7 @@ def _rows_of_expert(config: Config) -> float:
 def _on_meta(
     config: Config, vocab_size: int, device: str, stage: Stage
 ) -> tuple[GPTModel, MeasuredGroup]:
-    """A stage of the first rank, with gradient buffers, and what stands for its groups."""
+    """A stage of the first rank, with gradient buffers, and what replaces its groups."""
     group = MeasuredGroup(device != "cuda")
     distributed = config.distributed
     tp, cp = distributed.tensor_model_parallel_size, distributed.context_parallel_size
