@@ -325,7 +325,7 @@ a skipped step counts in the bias correction | no-valid-token
 the gradient norm after clipping | llama
     self.steps += 1 - found_inf return StepOutcome(norm, found_inf) =>
         self.steps += 1 - found_inf
-        return StepOutcome(norm.clamp(max=self.config.clip_grad), found_inf)
+        return StepOutcome(norm.clamp(max=limit), found_inf)
 = megatron/training/step.py update
 gradients unscaled by the first scale | fp16-overflows
     batch.loss_scale => run.config.precision.initial_loss_scale
