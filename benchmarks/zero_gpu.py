@@ -320,7 +320,7 @@ def static_kinds(run: Run) -> dict[str, int]:
             [
                 *(block.master for block in blocks),
                 *(
-                    run.optimizer.states[block].tensors[name]
+                    run.optimizer.states[block][name]
                     for block in run.optimizer.trained
                     for name in run.optimizer.state_names
                 ),

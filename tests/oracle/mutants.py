@@ -459,7 +459,7 @@ bits per byte without the logarithm of 2 | many-epochs
         run.optimizer.fill_weights(
 moments dropped at a resume | resume
     run.scaler.load(checkpoint.state["scaler"]) =>
-        [run.optimizer.states[block].tensors[name].zero_() for block in run.optimizer.trained
+        [run.optimizer.states[block][name].zero_() for block in run.optimizer.trained
         for name in run.optimizer.state_names]
 the loss scale begins anew at a resume | resume-fp16
     run.scaler.load(checkpoint.state["scaler"]) => return

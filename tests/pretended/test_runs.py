@@ -93,7 +93,7 @@ def expected(case: Case) -> Counter[tuple[str, int, str]]:
         if iteration > 1 and not due(case, iteration - 1):
             waits["training", iteration, "event"] = 1
         if due(case, iteration):
-            waits["loop", iteration, "event"] = 1 + bool(evaluated(case, iteration))
+            waits["loop", iteration, "event"] = 1
         sources = evaluated(case, iteration)
         if sources:
             turns = 2 * case.micro_batches  # of --eval-iters 2
