@@ -164,7 +164,7 @@ class DeepSpeedFile:
         return self._settle("grad_reduce_in_bf16", dtype == "bf16")
 
     def _offload(self, device: str) -> str:
-        """nvme_path is read before."""
+        """The note on where the optimizer's state is kept; its nvme_path has been read already."""
         in_files, flag = self.reading.value("optimizer_nvme_offload"), "--optimizer-nvme-offload"
         if in_files is None and device == "nvme":
             raise UserError(f"give {flag} DIR")

@@ -106,8 +106,9 @@ def condition_text(condition: str) -> str:
     """What messages call a condition: `--optimizer adam`, `--profile`, `--eval-iters above 0`."""
     found = []
     for field, sign, values in _alternatives(condition):
+        word = {">": "above ", "!=": "other than "}.get(sign, "")
         value = values.replace(",", " or ").replace("True", "")
-        found.append(f"{flag_name(field)} {'above ' * (sign == '>')}{value}".strip())
+        found.append(f"{flag_name(field)} {word}{value}".strip())
     return TEXTS.get(condition, " or ".join(found))
 
 
@@ -177,6 +178,8 @@ class RunView:
             return value is not None and value > int(values)
         if not sign:
             return value is not None and value != FIELDS[field].default
+        if values == "None":
+            return (value is None) == (sign == "=")
         found = value if isinstance(value, tuple) else (value,)
         is_one = not set(map(str, found)).isdisjoint(values.split(","))
         return is_one == (sign == "=")

@@ -141,7 +141,7 @@ class Together:
         ends = list(filter(None, (samples.get("train_samples"), value("train_samples"))))
         if ends and value("lr_decay_samples") is None:
             samples.setdefault("lr_decay_samples", max(ends))
-        if "--train-tokens" in tokens:
+        if tokens.get("--train-tokens"):
             ends.append(-(-tokens["--train-tokens"] // length))
         if ends:
             samples["train_samples"] = min(ends)
@@ -155,12 +155,12 @@ class Together:
             self.reading.take(name, count)
             self.reading.take(iters, FIELDS[iters].default)
 
-    def _in_samples(self, flags: str, tokens: dict[str, int]) -> dict[str, int | None]:
+    def _in_samples(self, flags: str, tokens: dict[str, int]) -> dict[str, int]:
         """Given lengths in iterations, in samples; a fault without a single batch size."""
         value = self.reading.value
         varies = value("rampup_batch_size") or value("step_batch_size_schedule")
         batch = None if varies else value("global_batch_size")
-        samples: dict[str, int | None] = {}
+        samples: dict[str, int] = {}
         for name in ("train_iters", "lr_warmup_iters", "lr_decay_iters"):
             if not value(name) or (name == "lr_decay_iters" and "--lr-decay-tokens" in tokens):
                 continue

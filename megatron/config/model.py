@@ -25,7 +25,9 @@ ROTARY = "position_embedding_type=rope,yarn"
 YARN = "position_embedding_type=yarn"
 yarn_flag = partial(position_flag, needs=YARN, idle_without=ROTARY)
 rescaled_flag = partial(position_flag, needs=f"{YARN}|use_rope_scaling", idle_without=ROTARY)
-llama_rope_flag = partial(position_flag, needs="use_rope_scaling", idle_without=ROTARY)
+llama_rope_flag = partial(
+    position_flag, needs="use_rope_scaling", idle_without="position_embedding_type=rope"
+)
 latent_flag = partial(model_flag, needs="multi_latent_attention")
 expert_flag = partial(model_flag, needs="num_experts")
 expert_steps_flag = partial(flag, needs="num_experts", change=STEPS)

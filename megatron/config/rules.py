@@ -21,9 +21,9 @@ from megatron.config.schedules import IN_PAIRS, SCHEDULES
 Faults = Iterable[str]
 Rule = Callable[[RunView], Faults]
 
-
 COMPILED = ", which fixes what a compiled layer keeps"
 ONE_KIND = "; keep one kind of data"
+REMOVE = "; remove one of them"
 BY_SPLIT = "train_data_path valid_data_path test_data_path"
 LIMITED = "attention_backend=gluon,fa4,sdpa"
 UNPAIRED = ",".join(SCHEDULES.keys() - IN_PAIRS)
@@ -91,7 +91,6 @@ EXCLUSIONS = {
     "multi_latent_attention / group_query_attention add_qkv_bias rotary_percent no_rope_freq "
     "rotary_backend=triton torch_compile fp8_format": "",
 }
-REMOVE = "; remove one of them"
 
 # What is wrong where conditions hold, which have spaces between them.
 FAULTS = {
@@ -199,7 +198,7 @@ REMARKS = {
         "--activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses with "
         "the bias, is the tanh form: --activation gelu-tanh"
     ),
-    "save=None skip_train=False": ("--save is not set: no checkpoints or metrics will be written"),
+    "save=None skip_train=False": "--save is not set: no checkpoints or metrics will be written",
 }
 
 # Two numbers, how they must be to each other, and after `if` where: a multiple or a divisor is a
@@ -225,7 +224,6 @@ moe_ffn_hidden_size multiple expert_tensor_parallel_size
 moe_shared_expert_intermediate_size multiple tensor_model_parallel_size if tp_fits=True
 save_retain_interval multiple save_interval if save
 num_query_groups divisor num_attention_heads
-hidden_size multiple num_attention_heads if kv_channels=None
 expert_model_parallel_size divisor num_experts
 moe_router_num_groups divisor num_experts
 moe_router_group_topk divisor moe_router_topk
@@ -234,6 +232,7 @@ COMPARISONS = {">": (operator.gt, "greater than"), ">=": (operator.ge, "at least
 
 
 def nearest_divisor(number: int, size: int, least: int = 1) -> int:
+    """The divisor of a number, of at least `least`, that is nearest to `size`."""
     sizes = (*range(least, min(number, 4096) + 1), size, number)
     fitting = (other for other in sizes if other >= least and number % other == 0)
     return min(fitting, key=lambda other: abs(other - size))
@@ -260,16 +259,21 @@ def field_of(condition: str) -> str:
     return re.split("[!=>|]", condition)[0]
 
 
+def _is_valid(run: RunView, field: str) -> bool:
+    """Whether a field has a value within its bound."""
+    value, bound = getattr(run, field), FIELDS[field].bound
+    return value is not None and (bound is None or bound.holds(value))
+
+
 def ranges(run: RunView) -> Faults:
     for field, option in FIELDS.items():
-        value = getattr(run, field)
-        if option.bound is not None and value is not None and not option.bound.holds(value):
+        if option.bound and getattr(run, field) is not None and not _is_valid(run, field):
             yield f"@{field}: must be {option.bound.text}"
 
 
 def fields_without_effect(run: RunView) -> tuple[list[str], list[str]]:
     """Faults of fields without what they need, remarks on idle ones, see `metadata.flag`."""
-    faults, remarks = [], []
+    faults, idle = [], []
     for field, option in FIELDS.items():
         conditions = option.idle_without + option.needs
         if not conditions or getattr(run, field) == option.default:
@@ -280,11 +284,11 @@ def fields_without_effect(run: RunView) -> tuple[list[str], list[str]]:
             continue
         text = " and ".join(map(condition_text, missing.values()))
         if not all(map(run.holds, option.idle_without)):
-            remarks.append(f"@{field}: has no effect without {text}")
+            idle.append(f"@{field}: has no effect without {text}")
         else:
             fix = f"{'set' if text.startswith('--') else 'use'} {text}"
             faults.append(f"@{field}: has no effect without {text}; remove it or {fix}")
-    return faults, remarks
+    return faults, idle
 
 
 def tables(run: RunView) -> Faults:
@@ -305,11 +309,11 @@ def tables(run: RunView) -> Faults:
 
 
 def _relation(run: RunView, field: str, relation: str, other: str) -> Faults:
-    value, limit = getattr(run, field), getattr(run, other)
+    limit = getattr(run, other)
     if relation in COMPARISONS:
         holds, text = COMPARISONS[relation]
-        are_valid = None not in (value, limit) and min(value, limit) >= 0
-        if are_valid and not holds(value, limit):
+        are_valid = _is_valid(run, field) and _is_valid(run, other)
+        if are_valid and not holds(getattr(run, field), limit):
             yield f"@{field}: must be {text} @{other}"
     elif run.has(field, other):
         check = multiple if relation == "multiple" else divisor

@@ -14,7 +14,9 @@ from megatron.config.groups import Config
 from megatron.config.schedules import SCHEDULES, place
 
 AUTO = "auto"
-INSTEAD = "fewer stages or --pipeline-model-parallel-layout auto alone"
+# Numbers of the first and the last rank, and what an even split counts as a layer.
+UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _MOST_UNITS = 100_000  # in a layout string
 
 
@@ -131,6 +133,12 @@ def stage_count(config: Config) -> int:
     return distributed.pipeline_model_parallel_size * virtual
 
 
+def _instead(config: Config) -> str:
+    """What shares out any number of layers."""
+    fits = stage_count(config) <= config.model.num_layers + 2
+    return "--pipeline-model-parallel-layout auto alone" if fits else "fewer stages"
+
+
 def layers_of_stages(config: Config) -> tuple[int, ...]:
     """Layers of each stage, along the forward pass; not for `auto`, which depends on costs. Raises
     UserError where the flags do not fit each other; `@field` in it is a flag with its value.
@@ -140,25 +148,25 @@ def layers_of_stages(config: Config) -> tuple[int, ...]:
         return (config.model.num_layers,)
     if distributed.pipeline_model_parallel_layout is not None:
         return _drawn(config)
-    ends = (
-        distributed.decoder_first_pipeline_num_layers,
-        distributed.decoder_last_pipeline_num_layers,
-    )
-    return _even(config) if ends == (None, None) else _uneven(config, *ends)
+    ends = [getattr(distributed, field) for field in UNEVEN]
+    return _even(config) if ends == [None, None] else _uneven(config, *ends)
 
 
 def _drawn(config: Config) -> tuple[int, ...]:
     distributed = config.distributed
     with about("@pipeline_model_parallel_layout"):
         counts = parse_layout(distributed.pipeline_model_parallel_layout)
+        faults = []
         if sum(counts) != config.model.num_layers:
-            raise UserError(f"has {sum(counts)} layers (t), not @num_layers")
+            faults.append(f"has {sum(counts)} layers (t), not @num_layers")
         has = f"has {len(counts)} stages"
         if len(counts) % distributed.pipeline_model_parallel_size:
-            raise UserError(f"{has}, not a multiple of @pipeline_model_parallel_size")
-        if len(counts) != stage_count(config):
+            faults.append(f"{has}, not a multiple of @pipeline_model_parallel_size")
+        elif len(counts) != stage_count(config):
             text = "which contradicts @num_virtual_stages_per_pipeline_rank; drop that"
-            raise UserError(f"{has}, {text}")
+            faults.append(f"{has}, {text}")
+        if faults:
+            raise UserError("; ".join(faults))
     return counts
 
 
@@ -172,10 +180,11 @@ def _even(config: Config) -> tuple[int, ...]:
         factor = "@num_layers_per_virtual_pipeline_stage"
     if layers % unit:
         added = layers - config.model.num_layers  # the embedding and the loss
-        counted = f" ({layers} with embedding and loss)" if added else ""
+        flags = " and ".join(f"@{field}" for field in COUNTED if getattr(distributed, field))
+        counted = f" ({layers} with those of {flags})" if flags else ""
         raise UserError(
             f"@num_layers{counted}: must be a multiple of {unit}, @pipeline_model_parallel_size x "
-            f"{factor}; the nearest is {nearest(layers, unit) - added}, or give {INSTEAD}"
+            f"{factor}; the nearest is {nearest(layers, unit) - added}, or give {_instead(config)}"
         )
     if per_virtual is not None and layers != stages * per_virtual:
         text = "contradicts @num_virtual_stages_per_pipeline_rank; drop one"
@@ -198,11 +207,11 @@ def _uneven(config: Config, first: int | None, last: int | None) -> tuple[int, .
     numbers = [first or share, last or share, *[share] * (others > 0)]
     is_whole = left == 0 and min(numbers) > 0
     if not is_whole or any(number % virtual for number in numbers):
+        given = [f"@{field}" for field in UNEVEN if getattr(config.distributed, field) is not None]
         raise UserError(
-            f"@decoder_first_pipeline_num_layers and @decoder_last_pipeline_num_layers: leave "
-            f"{rest} of @num_layers to {others} other pipeline rank(s), which must share them "
-            "evenly, all divisible by @num_virtual_stages_per_pipeline_rank; change the numbers, "
-            f"or give {INSTEAD}"
+            f"{' and '.join(given)}: leave {rest} of @num_layers to {others} other pipeline "
+            "rank(s), which must share them evenly, all divisible by "
+            f"@num_virtual_stages_per_pipeline_rank; change the numbers, or give {_instead(config)}"
         )
     counts = [first or share, *[share] * (ranks - 2), last or share]
     return tuple(counts[rank] // virtual for rank in placement_of(config))

@@ -175,7 +175,7 @@ def _lengths(run: RunView) -> Faults:
     warmup, decay, final = f"lr_warmup_{unit}", f"lr_decay_{unit}", f"lr_wsd_decay_{unit}"
     # at a constant rate the length of the decay counts for a warm-up that is a share of it
     is_read = run.holds(DECAYING) or run.lr_warmup_fraction is not None
-    if run.given("train_iters", "train_samples") == [f"train_{unit}"] and not run.skip_train:
+    if getattr(run, f"train_{unit}") and getattr(run, f"train_{wrong}") is None:
         for name in (warmup, decay, final) if is_read else (warmup,):
             other = name.replace(unit, wrong)
             if getattr(run, other):
@@ -242,9 +242,10 @@ def _files(run: RunView) -> Faults:
         yield f"@profile_ranks: there is no rank {outside[0]}; ranks count from 0"
 
 
-NUMBERS: tuple[Rule, ...] = (ranges, tables, _bounds)
+# Rules of numbers and tables, which unusable sizes do not break.
+SAFE_RULES: tuple[Rule, ...] = (ranges, tables, _bounds)
 RULES: tuple[Rule, ...] = (
-    *NUMBERS,
+    *SAFE_RULES,
     *LAYOUT_RULES,
     *MODEL_RULES,
     _freeze,
@@ -279,7 +280,7 @@ def _faults(run: RunView) -> list[str]:
     faults: list[str] = []
     # other rules divide by these sizes and look at each layer
     is_sound = min(run.tp, run.cp, run.pp) > 0 and (run.num_layers or 0) <= MOST_LAYERS
-    for rule in RULES if is_sound else NUMBERS:
+    for rule in RULES if is_sound else SAFE_RULES:
         try:
             faults += rule(run)
         except UserError as problem:
@@ -288,13 +289,15 @@ def _faults(run: RunView) -> list[str]:
 
 
 def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) -> list[str]:
-    """Every fault of a configuration with its derived values."""
+    """Every fault of a configuration with its derived values; where sizes are unusable, only those
+    of numbers and tables.
+    """
     return _faults(derived(config, world_size, vocab_size))
 
 
 def checked(config: Config, world_size: int, vocab_size: int | None) -> RunView:
-    """The run of a configuration with derived values. Raises one `ArgumentErrors` with all
-    faults.
+    """The run of a configuration with derived values. Raises one `ArgumentErrors` with its faults,
+    see `cross_field_faults`.
     """
     run = derived(config, world_size, vocab_size)
     if faults := _faults(run):
@@ -306,7 +309,7 @@ def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved
     """The configuration with derived values filled in, for a job of `world_size` ranks.
 
     `vocab_size` is the tokenizer's real vocabulary, None while it is unknown. Raises one
-    `ArgumentErrors` with all faults.
+    `ArgumentErrors` with the faults, see `cross_field_faults`.
     """
     run = checked(config, world_size, vocab_size)
     return Resolved(run.config, [*run.notes, *map(run.spell_out, _remarks(run))])

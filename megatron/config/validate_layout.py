@@ -10,7 +10,7 @@ from megatron.config.derive import RunView, attention_ranks
 from megatron.config.errors import nearest
 from megatron.config.rules import Faults, divisor, multiple
 from megatron.config.schedules import SCHEDULES
-from megatron.config.stages import AUTO, layers_of_stages, stage_count
+from megatron.config.stages import AUTO, COUNTED, UNEVEN, layers_of_stages, stage_count
 
 
 def _shares(size: int, groups: int) -> bool:
@@ -86,15 +86,13 @@ def zero_groups(run: RunView) -> Faults:
 _LAYOUT = "pipeline_model_parallel_layout"
 _PER_VIRTUAL = "num_layers_per_virtual_pipeline_stage"
 _VIRTUAL = "num_virtual_stages_per_pipeline_rank"
-_UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
 def pipeline_split(run: RunView) -> Faults:
     """Layers over stages; nothing here acts with one pipeline rank."""
     if run.pp < 2 or not run.has("num_layers"):
         return
-    ways = [run.given(_LAYOUT), run.given(*_UNEVEN), run.given(*_COUNTED, _PER_VIRTUAL)]
+    ways = [run.given(_LAYOUT), run.given(*UNEVEN), run.given(*COUNTED, _PER_VIRTUAL)]
     given = list(filter(None, ways))
     if len(given) > 1:
         shown = " and ".join(f"@{field}" for way in given[1:] for field in way)
@@ -102,7 +100,7 @@ def pipeline_split(run: RunView) -> Faults:
             f"@{given[0][0]}: contradicts {shown}; keep one way to share out the layers "
             "(--num-virtual-stages-per-pipeline-rank goes with each)"
         )
-    elif any(getattr(run, field) <= 0 for field in run.given(_PER_VIRTUAL, _VIRTUAL, *_UNEVEN)):
+    elif any(getattr(run, field) <= 0 for field in run.given(_PER_VIRTUAL, _VIRTUAL, *UNEVEN)):
         return  # faults of their bounds
     elif run.pipeline_model_parallel_layout != AUTO:
         layers_of_stages(run.config)

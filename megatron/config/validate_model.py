@@ -1,5 +1,5 @@
-"""Rules of parts of the model that compute something: rotary channels, mixtures of experts, FP8,
-and what of a layer is recomputed. `@field` in a text is the flag with its value.
+"""Rules of parts of the model that compute something: head widths, rotary channels, mixtures of
+experts, FP8, and what of a layer is recomputed. `@field` in a text is the flag with its value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from megatron.config.layers import expert_pattern, read_pattern
 from megatron.config.metadata import flag_name
 from megatron.config.model import ROTARY
 from megatron.config.recompute import layer_words
-from megatron.config.rules import Faults, Rule, divisor
+from megatron.config.rules import Faults, Rule, divisor, multiple
+
+
+def head_width(run: RunView) -> Faults:
+    if run.kv_channels is None and run.has("hidden_size", "num_attention_heads"):
+        for fault in multiple(run, "hidden_size", run.num_attention_heads, "@num_attention_heads"):
+            yield f"{fault}, or give --kv-channels"
 
 
 def rotary_channels(run: RunView) -> Faults:
@@ -88,7 +94,10 @@ def experts(run: RunView) -> Faults:
         yield "@moe_aux_loss_coeff: must be 0 or more"
     for kind, coefficient in zip(kinds, coefficients):
         if kind == "none" and coefficient > 0:
-            yield "@moe_aux_loss_coeff: none has no loss; give aux_loss, or drop the coefficient"
+            yield (
+                "@moe_aux_loss_coeff: @moe_router_load_balancing_type has no loss for none; give "
+                "aux_loss, or drop the coefficient"
+            )
 
 
 # Words of recomputation: the flag whose part they are, and what to give without it.
@@ -203,6 +212,7 @@ def _fp8_tokens(run: RunView, multiple: int) -> Faults:
 
 
 MODEL_RULES: tuple[Rule, ...] = (
+    head_width,
     rotary_channels,
     latent_attention,
     patterns,

@@ -122,6 +122,7 @@ SAMPLES = f"{BASE} --global-batch-size 8"
         ("--train-tokens 6400 --train-samples 300", 100, 300, 0),
         ("--train-tokens 6400 --train-iters 100", 100, 800, 0),
         ("--train-tokens 6400000 --train-iters 100 --lr-warmup-iters 3", 800, 800, 24),
+        ("--train-tokens 0 --train-iters 100", 800, 800, 0),
         ("--train-iters 100 --lr-decay-tokens 3200 --lr-warmup-tokens 640", 800, 50, 10),
     ],
 )

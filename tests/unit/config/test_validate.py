@@ -14,7 +14,7 @@ from config_lines import check_fields, configure, faults, line_without, ranked, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.derive import RunView
+from megatron.config.derive import RunView, condition_text
 from megatron.config.groups import Config
 from megatron.config.options import FIELDS
 from megatron.config.rules import EXCLUSIONS, field_of, ranges, tables
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 RULES = """
 # shapes
 --num-attention-heads 5
-    --hidden-size 64: must be a multiple of --num-attention-heads 5; the nearest is 65
+    --hidden-size 64: must be a multiple of --num-attention-heads 5; the nearest is 65, or give --kv
 --group-query-attention
     --group-query-attention: set --num-query-groups
 --group-query-attention --num-query-groups 3
@@ -94,6 +94,8 @@ RULES = """
 --train-iters 0
     --train-iters 0: nothing would be trained
 --lr-decay-samples 100
+    --lr-decay-samples 100: the run is measured in --train-iters; use --lr-decay-iters
+--skip-train --lr-decay-samples 100 --lr-warmup-fraction 0.1
     --lr-decay-samples 100: the run is measured in --train-iters; use --lr-decay-iters
 --lr-warmup-iters 10
     --lr-warmup-iters 10: must be smaller than --lr-decay-iters 10
@@ -170,8 +172,8 @@ RULES = """
     --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move; set
 
 # experts
-2 @pp 2 --num-layers 4 @per_virtual 0
-    @per_virtual 0: must be greater than 0
+--disable-bias-linear --num-experts 0
+    --num-experts 0: must be greater than 0
 @experts --moe-router-topk 1
     --moe-router-topk 1: the softmax of one chosen logit is
 @experts --activation-offload --offload-modules mlp_norm mlp_act
@@ -183,7 +185,7 @@ RULES = """
 @experts --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01
     must be one number for each of --moe-router-load-balancing-type
 @experts --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01
-    --moe-aux-loss-coeff 0.01: none has no loss; give aux_loss
+    --moe-aux-loss-coeff 0.01: --moe-router-load-balancing-type none has no loss for none; give
 2 @experts --expert-model-parallel-size 4
     must divide the 2 rank(s) of a pipeline stage
 2 @experts --tensor-model-parallel-size 2
@@ -244,20 +246,23 @@ RULES = """
     blocks of tokens would hold other tokens than in one process; set --no-fp8-wgrad
 
 # stages of a pipeline
+2 @pp 2 --num-layers 4 @per_virtual 0
+    @per_virtual 0: must be greater than 0
 4 --num-layers 30 @pp 4
     --num-layers 30: must be a multiple of 4, @pp 4 x @virtual 1; the nearest is 32, or give
 8 --num-layers 3 @pp 8
-    must be a multiple of 8, @pp 8 x @virtual 1; the nearest is 8, or give
+    must be a multiple of 8, @pp 8 x @virtual 1; the nearest is 8, or give fewer stages
 4 --num-layers 12 @pp 4 @virtual 2
     multiple of 8, @pp 4 x @virtual 2; the nearest is 16
 4 --num-layers 8 @pp 4 @loss
-    8 (9 with embedding and loss): must be a multiple of 4, @pp 4 x @virtual 1; the nearest is 7
+    8 (9 with those of --account-for-loss-in-pipeline-split): must be a multiple of 4, @pp 4 x \
+@virtual 1; the nearest is 7
 4 --num-layers 16 @pp 4 @per_virtual 3
     multiple of 12, @pp 4 x @per_virtual 3; the nearest is 12
 4 --num-layers 16 @pp 4 @per_virtual 2 @virtual 4
     @per_virtual 2: contradicts @virtual 4; drop
 4 --num-layers 9 @pp 4 @first 3 @virtual 2
-    @first 3 and --decoder-last-pipeline-num-layers: leave 6 of --num-layers 9 to 3 other
+    @first 3: leave 6 of --num-layers 9 to 3 other pipeline rank(s), which must share them evenly
 4 --num-layers 8 @pp 4 @layout auto @first 3
     @layout auto: contradicts @first 3; keep one way
 2 --num-layers 2 @pp 2 @layout Et|tL @embedding @per_virtual 1
@@ -266,6 +271,8 @@ RULES = """
     @layout Et|t|tL: has 3 stages, not a multiple of @pp 2
 2 --num-layers 3 @pp 2 @layout Et|tL
     @layout Et|tL: has 2 layers (t), not --num-layers 3
+2 --num-layers 4 @pp 2 @layout Et|t|tL
+    has 3 layers (t), not --num-layers 4; has 3 stages, not a multiple of @pp 2
 2 --num-layers 4 @pp 2 @layout Et|t|t|tL @virtual 3
     4 stages, which contradicts @virtual 3
 8 --num-layers 8 @pp 8 @layout auto @virtual 2
@@ -327,6 +334,8 @@ NOTES = """
 --window-size 32 --split 9,1
     --window-size 32 covers --seq-length 32
     --split 9,1: has no effect without --data-path
+--rope-low-freq-factor 2
+    --rope-low-freq-factor 2: has no effect without --position-embedding-type rope and --use-rope-sc
 --mscale 2
     --mscale 2: has no effect without --position-embedding-type yarn and --multi-latent-attention
     --save is not set: no checkpoints or metrics will be written
@@ -380,6 +389,17 @@ def test_every_bound_is_a_fault_beyond_it():
 )
 def test_required_flags(dropped, extra, fault):
     assert faults(extra, base=line_without(dropped)) == [fault]
+
+
+@pytest.mark.parametrize(
+    "condition, text",
+    [
+        ("optimizer!=adam,sgd", "--optimizer other than adam or sgd"),
+        ("eval_iters>0|profile", "--eval-iters above 0 or --profile"),
+    ],
+)
+def test_conditions_in_messages(condition, text):
+    assert condition_text(condition) == text
 
 
 def test_each_exclusion_of_the_table_is_a_fault():
@@ -442,6 +462,7 @@ def test_valid_combinations(extra):
         ("--data-path a b --split 90,10", []),
         ("--train-data-path a --valid-data-path b", []),
         ("--data-path a c", ["--data-path c: no such file: c.idx and c.bin"]),
+        ("--data-path None", ["--data-path None: no such file: None.idx and None.bin"]),
         ("--data-path 0.3 a b", ["--data-path 0.3 a b: give a weight before each prefix"]),
         ("--valid-data-path b", ["--train-data-path is required with --valid-data-path"]),
         (
