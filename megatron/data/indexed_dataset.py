@@ -276,9 +276,11 @@ class IndexedDataset:
             self.refuse_foreign_ids(piece, begin, vocab_size)
             digest.update(piece)
             progress((begin + len(piece)) / self.num_tokens)
+        if not self.sidecar:
+            return
         found = {"bin": digest.hexdigest(), "idx": file_digest(self.idx_path)}
         for kind, value in found.items():
-            if self.sidecar and self.sidecar["files"][kind]["xxh3_128"] != value:
+            if self.sidecar["files"][kind]["xxh3_128"] != value:
                 raise DataError(
                     f"{self.prefix}.{kind}: its digest differs from the one in "
                     f"{self.sidecar_path}: changed since it was made; {REMAKE}"

@@ -101,7 +101,7 @@ class Source:
         sample = np.arange(first_sample, first_sample + count, dtype=np.int64)
         windows = self.reader.windows(sample)
         tokens, labels = windows[:, :-1], windows[:, 1:]
-        positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+        positions = np.broadcast_to(np.arange(self.config.seq_length), tokens.shape)
         # an end-of-document token belongs to its document; the next position begins one
         starts = np.zeros(tokens.shape, np.int64)
         starts[:, 1:] = np.where(tokens[:, :-1] == self.eod, positions[:, 1:], 0)
@@ -284,7 +284,7 @@ class _Opener:
                 f"outside the vocabulary of {ours.vocab_size}: the data was made with {maker}; "
                 "give that tokenizer, or preprocess the text again"
             )
-        if sidecar and theirs["fingerprint"] != ours.fingerprint:
+        if sidecar and (theirs["fingerprint"], theirs["eod"]) != (ours.fingerprint, ours.eod):
             self.notes.append(
                 f"{dataset.prefix}: made with another tokenizer ({maker}) than this run's "
                 f"({ours.name}, end of document {ours.eod})"

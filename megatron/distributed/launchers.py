@@ -66,6 +66,7 @@ def _prefixed(name: str, prefix: str) -> Launcher:
 
 
 SRUN = Launcher("srun", "", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+PMIX = _prefixed("a PMIx launcher", "PMIX")
 # In the order in which they are asked. srun comes after the launchers that may have started their
 # daemons with it, whose variables their ranks inherit; and before the bare PMI and PMIx variables,
 # which srun and others set as well.
@@ -93,7 +94,7 @@ LAUNCHERS = (
     ),
     SRUN,
     _prefixed("a PMI launcher", "PMI"),
-    _prefixed("a PMIx launcher", "PMIX"),
+    PMIX,
 )
 
 
@@ -103,7 +104,12 @@ def launch_of(environment: Environment) -> Launch:
     """
     given = {name: environment[name] for name in VARIABLES if environment.get(name)}
     launcher = None if len(given) == len(VARIABLES) else _find_launcher(environment)
-    found = {} if launcher is None else _as_torchrun(launcher, environment)
+    try:
+        found = {} if launcher is None else _as_torchrun(launcher, environment)
+    except LaunchError:
+        if "RANK" not in given:
+            raise
+        found = {}
     numbering = given.keys() & {"RANK", "WORLD_SIZE"}
     is_same = all(given[name] == found.get(name) for name in numbering)
     if "RANK" in given:
@@ -114,10 +120,10 @@ def launch_of(environment: Environment) -> Launch:
         return _parse({**found, **given} if is_same else given, name, is_agent)
     if launcher is None:
         return _parse(given, "environment") if numbering else Launch()
-    if not is_same:
+    if "WORLD_SIZE" in found and not is_same:
         raise LaunchError(
             f"WORLD_SIZE={given['WORLD_SIZE']}, but {launcher.name} gives a world size of "
-            f"{found.get('WORLD_SIZE')}: start as many processes as WORLD_SIZE, or unset WORLD_SIZE"
+            f"{found['WORLD_SIZE']}: start as many processes as WORLD_SIZE, or unset WORLD_SIZE"
         )
     return _parse(found, launcher.name)
 
@@ -144,14 +150,16 @@ def slurm_job(environment: Environment = os.environ) -> str:
 def _find_launcher(environment: Environment) -> Launcher | None:
     """The first launcher that started several processes, else the first one."""
     started = [launcher for launcher in LAUNCHERS if _is_started_by(launcher, environment)]
+    if len(started) > 1 and started[-1] is PMIX:  # others set its variables too, without a size
+        started.pop()
     several = [launcher for launcher in started if _first(environment, launcher.size) != "1"]
     return next(iter(several or started), None)
 
 
 def _is_started_by(launcher: Launcher, environment: Environment) -> bool:
     if launcher is SRUN:  # the shell of a batch script is task 0 of no step
-        is_task = environment.get(SRUN.rank) not in (None, "", "0")
-        return is_task or bool(environment.get(SRUN.size))
+        task = environment.get(SRUN.rank, ""), environment.get(SRUN.size, "")
+        return task not in {("", ""), ("0", ""), ("", "1")}
     return launcher.mark in environment
 
 
@@ -161,7 +169,11 @@ def _first(environment: Environment, names: str) -> str:
 
 
 def _as_torchrun(launcher: Launcher, environment: Environment) -> dict[str, str]:
-    """The variables of a launcher under torchrun's names; those that are not set are left out."""
+    """The variables of a launcher under torchrun's names; those that are not set are left out.
+    Raises LaunchError.
+    """
+    for name in " ".join(launcher[2:]).split():
+        number(environment, name, 0)  # so that an error names the launcher's own variable
     names = {
         "RANK": launcher.rank,
         "WORLD_SIZE": launcher.size,
@@ -172,7 +184,7 @@ def _as_torchrun(launcher: Launcher, environment: Environment) -> dict[str, str]
     }
     found = {name: _first(environment, theirs) for name, theirs in names.items()}
     if launcher is SRUN:
-        found = _of_step(environment) | {name: value for name, value in found.items() if value}
+        found |= _of_step(environment)
     else:
         is_one_host = found["LOCAL_WORLD_SIZE"] == found["WORLD_SIZE"]
         found["MASTER_ADDR"] = found["MASTER_ADDR"] or ("localhost" if is_one_host else "")
@@ -187,11 +199,20 @@ def _of_step(environment: Environment) -> dict[str, str]:
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     job, step, restart = (number(environment, name, 0) for name in names)
     port = SRUN_PORTS[(job + 1009 * step + 2003 * restart) % len(SRUN_PORTS)]
-    found = {"MASTER_PORT": str(port), "JOB": f"srun/{job}.{step}.{restart}"}
+    found = {
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(port),
+        "JOB": f"srun/{job}.{step}.{restart}",
+    }
     node, tasks = environment.get("SLURM_NODEID"), environment.get("SLURM_STEP_TASKS_PER_NODE")
     if node and tasks:
-        counts = dict(enumerate(expand_counts(tasks)))
-        found["LOCAL_WORLD_SIZE"] = str(counts.get(number(environment, "SLURM_NODEID"), ""))
+        counts = expand_counts(tasks)
+        index = number(environment, "SLURM_NODEID")
+        if index >= len(counts):
+            raise LaunchError(
+                f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={tasks} is of {len(counts)} "
+                "nodes; start with srun, which sets both"
+            )
+        found["LOCAL_WORLD_SIZE"] = str(counts[index])
     if environment.get("SLURM_STEP_NODELIST") and not environment.get("MASTER_ADDR"):
         found["MASTER_ADDR"] = expand_hosts(environment["SLURM_STEP_NODELIST"])[0]
     return found
@@ -199,17 +220,24 @@ def _of_step(environment: Environment) -> dict[str, str]:
 
 def _parse(values: Environment, launcher: str, agent_store: bool = False) -> Launch:
     """The launch that torchrun's variables describe. Raises LaunchError."""
-    if values.get("WORLD_SIZE") == "1":
-        return Launch(number(values, "RANK", 0), 1, 0, 1, launcher)
-    missing = [name for name in NEEDED if name not in values]
+    given = ", ".join(f"{name}={values[name]}" for name in VARIABLES if name in values)
+    origin = f"{given or 'no rank'} (launcher: {launcher})"
+    if "RANK" in values and values.get("WORLD_SIZE") == "1":
+        if number(values, "RANK") > 0:
+            raise LaunchError(
+                f"{origin}: a rank must be below the number of ranks; set WORLD_SIZE to the "
+                "number of processes, or unset RANK and WORLD_SIZE"
+            )
+        return Launch(launcher=launcher)
+    # srun's own count of this node's ranks: a guess could be wrong without an error
+    needed = VARIABLES if launcher == SRUN.name else NEEDED
+    missing = [name for name in needed if name not in values]
     if missing:
-        given = ", ".join(f"{name}={values[name]}" for name in NEEDED if name in values)
         raise LaunchError(
-            f"{given or 'no rank'} (launcher: {launcher}), but {', '.join(missing)} not set: set "
-            "them for every process (MASTER_ADDR: the host of rank 0, MASTER_PORT: a free port "
-            "there, LOCAL_RANK: the number of the process on its host), start with torchrun, or "
-            "with srun without an --export that drops variables, or unset RANK and WORLD_SIZE to "
-            "start a single process"
+            f"{origin}, but {', '.join(missing)} not set: set them for every process (MASTER_ADDR: "
+            "the host of rank 0, MASTER_PORT: a free port there, LOCAL_RANK: the number of the "
+            "process on its host), start with torchrun, or with srun without an --export that "
+            "drops variables, or unset RANK and WORLD_SIZE to start a single process"
         )
     launch = Launch(
         rank=number(values, "RANK"),
@@ -225,11 +253,10 @@ def _parse(values: Environment, launcher: str, agent_store: bool = False) -> Lau
     local_size = launch.local_size or launch.world_size
     fits = launch.rank < launch.world_size and launch.local_rank < local_size <= launch.world_size
     if not fits or not 1 <= launch.port <= 65535:
-        text = ", ".join(f"{name}={values[name]}" for name in VARIABLES if name in values)
         raise LaunchError(
-            f"{text} (launcher: {launcher}): a rank must be below the number of ranks, a "
-            "host cannot have more ranks than the job, and a port is a number from 1 to 65535; "
-            "start with torchrun or srun, or correct them"
+            f"{origin}: a rank must be below the number of ranks, a host cannot have more ranks "
+            "than the job, and a port is a number from 1 to 65535; start with torchrun or srun, "
+            "or correct them"
         )
     return launch
 

@@ -171,14 +171,14 @@ class Peers:
                     self._warn(seen)
 
     def _warn(self, seen: dict[int, tuple[Heartbeat, float]]) -> None:
-        """Log the ranks that have become silent, and those that are so no more."""
+        """Log the ranks that have become silent, and those that report again."""
         now = time.monotonic()
         silent = []
         for rank, report in self._read(range(1, self.world)).items():
             before, since = seen.get(rank, (None, now))
             if report != before:
                 seen[rank] = report, now
-                if since == LOGGED:
+                if since == LOGGED and not report.ended:
                     logger.warning(f"rank {rank} reports again")
             elif now - since > SILENT_S and not report.ended:
                 seen[rank] = report, LOGGED

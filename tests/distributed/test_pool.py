@@ -1,6 +1,7 @@
 """The persistent Gloo worlds themselves."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,12 @@ def fail_on(rank):
 def wait_without(rank):
     if dist.get_rank() != rank:
         dist.barrier()
+
+
+def die_on(rank):
+    if dist.get_rank() == rank:
+        os._exit(7)
+    time.sleep(60)
 
 
 def is_alive(pid):
@@ -78,3 +85,9 @@ def test_a_hang_ends_with_the_stacks_and_the_world_is_restarted(world):
     assert not set(before) & set(after) and not any(map(is_alive, before))
     world.close()
     assert not any(map(is_alive, after))
+
+
+def test_a_dead_rank_is_named(world, short_grace):
+    with pytest.raises(RankError, match="rank 1 of 2:\nthe process ended with exit code 7"):
+        world.run(die_on, 1)
+    assert not world.processes

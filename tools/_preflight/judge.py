@@ -103,8 +103,9 @@ def folders(findings: Findings) -> list[Fault]:
 
 def _faults_of(by_node: Mapping[str, str], findings: Findings) -> list[Fault]:
     """The problems of nodes; one that every node has is no node's fault."""
-    if len(by_node) == len(findings.ranks_by_node()):
-        return [Fault(f"every node: {text}") for text in [*by_node.values()][:1]]
+    if by_node and len(by_node) == len(findings.ranks_by_node()):
+        first = next(iter(by_node.values()))
+        return [Fault(f"every node: {first}")]
     return [Fault(f"{node}: {text}", node) for node, text in by_node.items()]
 
 
@@ -135,11 +136,15 @@ def save_folder(findings: Findings, needs: Needs) -> list[Fault]:
         for node, facts in _by_node(findings)
         if facts.seen
     }
-    short = {
-        node: f"--save {needs.save} has room for {facts.free / 1e9:.3g} GB, and a checkpoint takes "
-        f"{needs.save_bytes / 1e9:.3g}: free space, or choose another folder"
+    free = {
+        node: facts.free
         for node, facts in _by_node(findings)
         if facts.free is not None and facts.free < needs.save_bytes
+    }
+    short = {
+        node: f"--save {needs.save} has room for {free[node] / 1e9:.3g} GB, and a checkpoint takes "
+        f"{needs.save_bytes / 1e9:.3g}: free space, or choose another folder"
+        for node in sorted(free, key=free.__getitem__)  # the smallest represents them all
     }
     odd = _odd_ones(seen, f"--save {needs.save}", "mount one file system on every node")
     return [*odd, *_faults_of(short, findings)]

@@ -4,6 +4,7 @@ one error before training.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -83,6 +84,13 @@ def test_a_batch_is_a_pure_function(tmp_path):
         assert torch.equal(again.labels[0], batch.labels[row])
     moved = batch.to("meta")
     assert moved.tokens.device.type == "meta" and moved.document_starts is None
+
+
+def test_a_reader_of_another_length_is_refused(tmp_path):
+    source = train_on(make(tmp_path / "x", 50)).train
+    longer = dataclasses.replace(source, config=dataclasses.replace(source.config, seq_length=32))
+    with pytest.raises(ValueError, match="could not be broadcast"):
+        longer.batch(0, 5)
 
 
 def test_train_valid_and_test_never_share_a_token(tmp_path):
@@ -211,6 +219,17 @@ def test_eod_flags_need_eod(tmp_path, flag, sidecar):
     fault = rf"holds no end-of-document id \(500\), so --{flag.replace('_', '-')} cannot act"
     with pytest.raises(DataError, match=rf"bad\.bin: {fault}"):
         train_on(bad, **{flag: True})
+
+
+@pytest.mark.parametrize("change", [{"eod": 7}, {"fingerprint": "0" * 32}, {}])
+def test_data_of_another_tokenizer_are_noted(tmp_path, change):
+    prefix = make(tmp_path / "x", 50)
+    path = Path(f"{prefix}.json")
+    sidecar = json.loads(path.read_text())
+    sidecar["tokenizer"].update(change)
+    path.write_text(json.dumps(sidecar))
+    notes = train_on(prefix).notes
+    assert any("made with another tokenizer" in note for note in notes) == bool(change)
 
 
 def test_ids_beyond_the_vocabulary(tmp_path):

@@ -260,3 +260,18 @@ def test_tiktoken_vocabularies_that_cannot_be_used(tmp_path, change, message):
         fault = f"--tokenizer-model .*{name}: not of --tokenizer-type TikTokenizer .*"
         with pytest.raises(UserError, match=fault + message):
             build("TikTokenizer", tmp_path, name)
+
+
+@pytest.mark.parametrize("entry", [{"rank": 11}, {"token_bytes": "Cw=="}, "Cw== 11"])
+def test_a_malformed_entry_of_a_vocabulary_is_named(tmp_path, entry):
+    rows = entries(BYTES)
+    rows[11] = entry
+    (tmp_path / "mega.json").write_text(json.dumps(rows))
+    with pytest.raises(UserError, match="entry 12 is not a new token in base64 and its rank"):
+        build("TikTokenizer", tmp_path, "mega.json")
+
+
+def test_lines_of_a_vocabulary_are_numbered_with_the_empty_ones(tmp_path):
+    (tmp_path / "r50k_base.tiktoken").write_text("\n\n" + published(entries(BYTES)) + "\n? 256")
+    with pytest.raises(UserError, match="entry 259 is not a new token in base64 and its rank"):
+        build("TikTokenizer", tmp_path, "r50k_base.tiktoken")

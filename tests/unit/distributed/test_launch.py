@@ -62,8 +62,7 @@ def test_one_process():
         == Launch()
     )
     assert Launch().world_size == 1
-    alone = read_launch({"RANK": "0", "WORLD_SIZE": "1"})
-    assert (alone.rank, alone.world_size, alone.local_rank, alone.local_size) == (0, 1, 0, 1)
+    assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == Launch(launcher="environment")
 
 
 def test_torchrun():
@@ -150,6 +149,17 @@ class TestMPI:
         assert (found.launcher, found.address, found.port) == ("environment", "n7", 4001)
 
 
+@pytest.mark.parametrize(
+    "environment",
+    [
+        of_mpi("mpirun (Open MPI)", 0, 1, 0, 1),
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_pmix_variables_of_a_launcher_of_one_process(environment):
+    assert read_launch({**environment, "PMIX_RANK": "0"}).world_size == 1
+
+
 WRAPPED = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", **MEET}
 
 
@@ -159,6 +169,7 @@ WRAPPED = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", **MEET}
         (WRAPPED, 7),  # deepspeed's launcher: nothing gives the number here
         ({**SRUN, **WRAPPED}, 3),
         ({**SRUN, **without(WRAPPED, "WORLD_SIZE")}, 3),
+        ({**SRUN, **WRAPPED, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, 7),
         ({**without(SRUN, "SLURM_STEP_ID", "SLURM_NODEID"), **WRAPPED}, 7),
         ({**SRUN, **WRAPPED, "SLURM_PROCID": "0"}, 7),  # one task a node starts many processes
     ],
@@ -175,8 +186,13 @@ def test_a_world_size_that_the_batch_script_exports():
         read_launch({**SRUN, "WORLD_SIZE": "8"})
 
 
+def test_slurms_number_of_ranks_on_a_node_wins():
+    assert read_launch({**SRUN, "LOCAL_WORLD_SIZE": "2"}) == read_launch(SRUN)
+
+
 def test_a_task_of_srun_whose_variables_were_dropped_does_not_train_alone():
-    for environment in ({"SLURM_PROCID": "3"}, {"SLURM_STEP_NUM_TASKS": "2"}):
+    dropped = {"SLURM_PROCID": "3"}, {"SLURM_STEP_NUM_TASKS": "2"}, without(SRUN, "SLURM_NODEID")
+    for environment in (*dropped, {"SLURM_PROCID": "3", "WORLD_SIZE": "8"}):
         with pytest.raises(LaunchError, match=r"\(launcher: srun\), but .* not set"):
             read_launch(environment)
 
@@ -185,7 +201,8 @@ def test_a_task_of_srun_whose_variables_were_dropped_does_not_train_alone():
     "environment, message",
     [
         ({"RANK": "1"}, "RANK=1 (launcher: environment), but WORLD_SIZE, LOCAL_RANK"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 (launcher: environment), but RANK, LOCAL_RANK"),
+        ({"WORLD_SIZE": "1"}, "WORLD_SIZE=1 (launcher: environment), but RANK, LOCAL_RANK"),
+        ({"RANK": "3", "WORLD_SIZE": "1"}, "a rank must be below the number of ranks"),
         (without(TORCHRUN, "MASTER_PORT"), "but MASTER_PORT not set: set them"),
         ({**TORCHRUN, "RANK": "8"}, "RANK=8, WORLD_SIZE=8, LOCAL_RANK=1"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "a host cannot have more ranks than the job"),
@@ -193,6 +210,8 @@ def test_a_task_of_srun_whose_variables_were_dropped_does_not_train_alone():
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "a port is a number from 1 to 65535"),
         (without(SRUN, "SLURM_LOCALID", "SLURM_STEP_NODELIST"), "but LOCAL_RANK, MASTER_ADDR not"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, "=2x3: expected counts such as 2(x3),1"),
+        ({**SRUN, "SLURM_NODEID": "3"}, "PER_NODE=2(x2),3 is of 3 nodes; start with srun"),
+        ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID=x: must be a non-negative integer"),
     ],
 )
 def test_wrong_variables_are_named(environment, message):

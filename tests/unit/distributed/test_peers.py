@@ -23,7 +23,8 @@ def three(monkeypatch) -> list[Peers]:
     return ranks
 
 
-def test_rank_0_warns_once_of_a_silent_rank(three, log_lines):
+@pytest.mark.parametrize("end", ["", "an error"])
+def test_rank_0_warns_once_of_a_silent_rank(three, log_lines, end):
     first, second, third = three
     seen = {}
     for seconds in (0, 0, 31, 31):
@@ -31,11 +32,12 @@ def test_rank_0_warns_once_of_a_silent_rank(three, log_lines):
         second.iteration = 7
         second.report()
         first._warn(seen)
-    third.report()
+    third.report(end)
     for _ in range(2):
         first._warn(seen)
-    line, again = log_lines
-    assert again.endswith("rank 2 reports again")
+    line, *later = log_lines
+    assert len(later) == (0 if end else 1)
+    assert all(again.endswith("rank 2 reports again") for again in later)
     assert "rank 2 (process" in line and "rank 1" not in line
     assert "is silent; its last report, 0 s ago: before the first iteration, computing" in line
 

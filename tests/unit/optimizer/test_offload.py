@@ -22,10 +22,8 @@ from megatron.parallel.blocks import on_host_of
 SMALL = 4096  # elements of a part of a file: layers of these models have several
 FLAGS = (*BASE, "--micro-batch-size", "2")
 HOST, PART = "--optimizer-cpu-offload", "--optimizer-cpu-offload --optimizer-offload-fraction 0.4"
-FILES, SOME_FILES = (
-    "--optimizer-nvme-offload DISK",
-    ("--optimizer-nvme-offload DISK --optimizer-offload-fraction 0.6"),
-)
+FILES = "--optimizer-nvme-offload DISK"
+SOME_FILES = f"{FILES} --optimizer-offload-fraction 0.6"
 WEIGHTS = "--param-cpu-offload"
 WEIGHTS_FILES = f"{WEIGHTS} {FILES}"
 OVERFLOWS = "--fp16 --initial-loss-scale 1e12 --loss-scale-window 2"
@@ -121,7 +119,7 @@ def test_a_step_elsewhere_has_the_same_bits(gloo_world, tmp_path, flags):
         outcomes, offloaded, beyond = zip(*world.run(looked_at, (*both, *more)), strict=True)
         for one, other in zip(plain, outcomes):
             same_bits(one, other, 0 if words in (HOST, PART) else 1e-13)
-        assert all(offloaded) == (WEIGHTS in words)
+        assert all(offloaded) if WEIGHTS in words else not any(offloaded)
         assert any(beyond) or words not in (FILES, SOME_FILES)
         assert os.listdir(tmp_path) == []
     assert any(step.skipped for step in plain[0].steps) == ("fp16" in flags)

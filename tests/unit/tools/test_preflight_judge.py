@@ -76,11 +76,12 @@ def test_what_all_nodes_have_or_two_differ_in_names_none():
     everywhere = findings()
     for rank in range(0, 8, 2):
         everywhere.facts[rank] = dataclasses.replace(
-            FACTS, files={"data.bin": MISSING}, problems={"/run": "is full"}, free=0.0
+            FACTS, files={"data.bin": MISSING}, problems={"/run": "is full"}, free=8e8 - rank * 1e8
         )
     found = faults(everywhere)
     assert [fault.node for fault in found] == [None] * 3
     assert all(fault.text.startswith("every node: ") for fault in found)
+    assert "has room for 0.2 GB" in found[-1].text  # the smallest
     assert report(everywhere, found, "title")[-1] == "preflight: not in order"
     for changed in ({"versions": {"torch": "2.12"}}, {"clock": 120.0}, {"seen": "2"}):
         assert [fault.node for fault in faults(findings(2, **changed))] == [None]
