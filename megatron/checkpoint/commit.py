@@ -160,8 +160,7 @@ def commit(
     superseded = {}
     for later in (each for each in before if each > iteration):
         with suppress(CheckpointError):
-            content = read_manifest(root / iteration_folder(later))
-            superseded[str(later)] = content["attempt"]
+            superseded[str(later)] = read_manifest(root / iteration_folder(later))["attempt"]
     content = manifest_of(iteration, attempt, shards, state, utc_now())
     if superseded:
         content["left"] = superseded

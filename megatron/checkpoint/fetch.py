@@ -112,14 +112,15 @@ class Fetcher:
         """The runs, each on its way into a buffer."""
         before: _Run | None = None
         for run in runs:
-            if before is not None and before.shard is run.shard:
-                run.opened = before.opened
-            else:
-                run.opened = threads.submit(_open, run.shard)
+            # before the file is opened, which a lack of memory would leave open
             if free:
                 run.buffer = free.pop()
             if len(run.buffer) < run.stop - run.first:
                 run.buffer = bytearray(run.stop - run.first)
+            if before is not None and before.shard is run.shard:
+                run.opened = before.opened
+            else:
+                run.opened = threads.submit(_open, run.shard)
             run.done = threads.submit(_read, run, self.describe)
             before = run
             yield run

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,7 +53,7 @@ class ShardFile:
 
     folder: Path
     number: int
-    record: JsonObject
+    record: JsonObject = field(hash=False)
     data_start: int
     chunk: int
 
@@ -112,7 +112,9 @@ class StoredTensor:
     def pieces(self) -> list[Piece]:
         pieces = []
         dims = len(self.shape)
-        for number, start, *box in zip(*[iter(self.rows)] * (2 + 2 * dims)):
+        width = 2 + 2 * dims  # of a row
+        for at in range(0, len(self.rows), width):
+            number, start, *box = self.rows[at : at + width]
             offset, extent = tuple(box[:dims]), tuple(box[dims:])
             pieces.append(Piece(offset, extent, self.shards[number], start))
         return pieces
@@ -233,8 +235,8 @@ class Index:
                 "--load must be on a file system that all nodes share"
             )
         for number, record in enumerate(self.manifest["shards"]):
-            lies = content["shards"][number]  # data_start, chunk
-            self.shards.append(ShardFile(self.path, number, record, *lies))
+            data_start, chunk = content["shards"][number]
+            self.shards.append(ShardFile(self.path, number, record, data_start, chunk))
         for name, dtype, shape, rows in content["tensors"]:
             self.tensors[name] = StoredTensor(tuple(shape), dtype, self.shards, array("q", rows))
 

@@ -152,11 +152,13 @@ def _death(path: Path, owner: dict[str, str], me: dict[str, str], age: float) ->
     """Why an owner, which renewed its lease `age` seconds ago, is dead. Raises CheckpointError when
     it is alive; where only its renewals can show that, they are awaited for STALE_S seconds.
     """
-    # A process of this machine is never taken for dead while it exists.
+    # While its lock is held, a process of this machine is never taken for dead.
     if owner["machine"] and owner["machine"] == me["machine"]:
-        if _is_locked(path):
+        locked = _is_locked(path)
+        if locked:
             raise _in_use(path, owner)
-        return "it has ended"
+        if locked is not None:
+            return "it has ended"
     # The scheduler has ended a job before it starts it again.
     if owner["job"] and owner["job"] == me["job"]:
         return "it was an earlier start of the same Slurm job"
@@ -171,12 +173,15 @@ def _death(path: Path, owner: dict[str, str], me: dict[str, str], age: float) ->
     return f"it has not renewed its lease for {max(age, STALE_S):.0f} s"
 
 
-def _is_locked(path: Path) -> bool:
+def _is_locked(path: Path) -> bool | None:
+    """Whether a process holds its lock; None on a file system without locks."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return None
     finally:
         os.close(file)
     return False

@@ -3,7 +3,8 @@ while training waits, or in the background (--async-save).
 
 In the background training waits for a copy of this rank's shard into host memory (`Staging`), or
 for none where the shard lies in the local tier; a separate process writes the file (background.py).
-How far all ranks have come travels in the sum that ends every training step.
+How far all ranks have come travels in the sum that ends every training step; a save adds two small
+collectives.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ class CheckpointManager:
 
         # 3. The first rank's process commits the checkpoint.
         shards = [record | who for record, who in results if record is not None]
-        attempt.gather_or_raise(lambda: self._start_commit(attempt, shards, state))
+        self._start_commit(attempt, shards, state)
         yield
         attempt.gather_or_raise(self._result)
 
@@ -269,11 +270,16 @@ class CheckpointManager:
         self.staging.fill(header, data_bytes(pairs))
 
     def _start_commit(self, attempt: Attempt, shards: list[JsonObject], state: JsonObject) -> None:
+        """An error is the outcome of the phase: all ranks learn of it at its end."""
         self.outcome = DONE
-        if self.ranks.first:
-            what = {"attempt": attempt.name, "shards": shards, "state": state}
-            kept = {"before": self.before, "retention": asdict(self.retention)}
+        if not self.ranks.first:
+            return
+        what = {"attempt": attempt.name, "shards": shards, "state": state}
+        kept = {"before": self.before, "retention": asdict(self.retention)}
+        try:
             self._send(attempt, "commit", what | kept)
+        except (CheckpointError, OSError) as error:
+            self.outcome = {"error": not_saved(self.root, self.iteration, error)}
 
     def _send(self, attempt: Attempt, do: str, what: JsonObject) -> None:
         """Have the writer process do something. Raises CheckpointError."""
@@ -312,10 +318,12 @@ class CheckpointManager:
         """Wait for the save under way; whether the last one went well. All ranks call it
         together.
         """
+        began = time.perf_counter()
         while self.pending is not None:
-            began = time.perf_counter()
             self._look(wait=True)
-            self.stall += time.perf_counter() - began
+            now = time.perf_counter()
+            self.stall += now - began
+            began = now
             self._next_phase()
         return self.went_well
 

@@ -62,21 +62,19 @@ def open_checkpoint(
     iterations = ranks.from_first(lambda: _candidates(root, step))
     for place, iteration in enumerate(iterations):
         path, others = root / iteration_folder(iteration), iterations[place + 1 :]
-        try:
-            checkpoint = _open_together(path, ranks, verify=older)
-        except UserError as error:
-            if not older or not others:
-                fix = ranks.from_first(lambda: _instead(root, others))
-                ranks.refuse(CheckpointError(f"{error}. {path.name} cannot be loaded; {fix}."))
-            if ranks.first:
-                logger.warning(
-                    f"{error}. {path.name} CANNOT BE LOADED; an older checkpoint is "
-                    "taken instead (--allow-older-checkpoint)"
-                )
-            continue
-        if ranks.first and step is None and place == 0:
-            _compare_tracker(root, path)
-        return checkpoint
+        checkpoint, fault = _open_together(path, ranks, verify=older)
+        if checkpoint is not None:
+            if ranks.first and step is None and place == 0:
+                _compare_tracker(root, path)
+            return checkpoint
+        if not older or not others:
+            fix = ranks.from_first(lambda: _instead(root, others))
+            ranks.refuse(CheckpointError(f"{fault}. {path.name} cannot be loaded; {fix}."))
+        if ranks.first:
+            logger.warning(
+                f"{fault}. {path.name} CANNOT BE LOADED; an older checkpoint is "
+                "taken instead (--allow-older-checkpoint)"
+            )
     return None
 
 
@@ -105,9 +103,9 @@ def _candidates(root: Path, step: int | None) -> list[int]:
     return iterations[iterations.index(step) :]
 
 
-def _open_together(path: Path, ranks: Ranks, verify: bool) -> Checkpoint:
-    """The checkpoint, which the first rank opens for all. With `verify` every byte is read, each
-    rank its part. Raises UserError, the same on every rank.
+def _open_together(path: Path, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, str]:
+    """The checkpoint, which the first rank opens for all; or None, and how it is damaged. With
+    `verify` every byte is read, each rank its part. Raises UserError where a rank does not see it.
     """
     opened: list[Checkpoint] = []
     encoded: list[bytes] = []
@@ -116,13 +114,20 @@ def _open_together(path: Path, ranks: Ranks, verify: bool) -> Checkpoint:
         opened.append(Checkpoint(path))
         encoded.append(opened[0].encode() if ranks.world.size > 1 else b"")
 
-    ranks.from_first(open_and_encode)
+    try:
+        ranks.from_first(open_and_encode)
+    except UserError as error:
+        return None, str(error)
+    # A checkpoint that a rank does not see is whole: no other one may be taken for it.
     known = ranks.share(b"".join(encoded))
     ranks.gather_or_raise(lambda: None if opened else opened.append(Checkpoint(path, known)))
     if verify:
         part = ranks.world.rank, ranks.world.size
-        ranks.gather_or_raise(lambda: opened[0].verify(part=part))
-    return opened[0]
+        try:
+            ranks.gather_or_raise(lambda: opened[0].verify(part=part))
+        except UserError as error:
+            return None, str(error)
+    return opened[0], ""
 
 
 def _instead(root: Path, iterations: list[int]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from dataclasses import MISSING
 from typing import Any, TypeVar
 
 from megatron.config.groups import Config
@@ -56,7 +57,7 @@ def from_saved(kind: type[T], saved: JsonObject, what: str) -> T:
     lacking = [
         field.name
         for field in fields
-        if field.name not in saved and field.default is field.default_factory  # has none
+        if field.name not in saved and field.default is MISSING and field.default_factory is MISSING
     ]
     wrong = f"{what} is not what a run writes there"
     if unknown:

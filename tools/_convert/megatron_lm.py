@@ -187,7 +187,8 @@ def _rule(
     needed = (sum(each.shape[0] for each in tensors) // count, *tensors[0].shape[1:])
     if place.expert == STACKED:
         needed = (count, *needed)
-    padding = sum(shape[:1]) - needed[0]
+    rows = shape[0] if shape else 0
+    padding = rows - needed[0]
     is_padded = tensors[0].stored is not None  # to any number of rows
     if shape[1:] != needed[1:] or padding < 0 or (padding > 0 and not is_padded):
         raise UserError(
@@ -207,6 +208,10 @@ def _tensors_there(
     tensors = spec.tensors
     if place.expert not in (None, STACKED):
         tensors = tuple(each for each in tensors if each.expert and each.expert[0] == place.expert)
-    if place.half >= 0:
-        tensors = tensors[place.half :: 2] if model.activation in GATED else ()
-    return tensors
+    if place.half < 0:
+        return tensors
+    if model.activation not in GATED:
+        raise UserError(
+            "is a half of a gated fc1, but --swiglu (or another gated activation) is not set"
+        )
+    return tensors[place.half :: 2]

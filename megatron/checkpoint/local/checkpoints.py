@@ -363,6 +363,8 @@ def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
     )
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         text += "; free space there, or give a larger folder"
+    if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
+        text += "; make it writable, or give another folder"
     return f"{text}. Older ones are untouched"
 
 

@@ -5,6 +5,7 @@ separate folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -132,16 +133,16 @@ def restart(
 
 
 @contextlib.contextmanager
-def no_room() -> Iterator[None]:
-    """For a copy of another rank's shard, or for a block."""
-    full = mock.Mock(side_effect=OSError(28, os.strerror(28)))
+def no_room(number: int = errno.ENOSPC) -> Iterator[None]:
+    """For a copy of another rank's shard, or for a block; or another error."""
+    full = mock.Mock(side_effect=OSError(number, os.strerror(number)))
     with mock.patch.object(checkpoints, "write_shard_file", full):
         yield
 
 
-def save_without_room(root: Path, each: int, who: int, kind: str) -> str:
-    """Save iteration 2 while rank `who` finds no room."""
-    with no_room() if dist.get_rank() == who else contextlib.nullcontext():
+def save_without_room(root: Path, each: int, who: int, kind: str, number: int) -> str:
+    """Save iteration 2 while rank `who` finds no room, or has another error."""
+    with no_room(number) if dist.get_rank() == who else contextlib.nullcontext():
         return save(root, each, 2, 5, kind)
 
 

@@ -5,6 +5,7 @@ is covered once is a sweep.
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron.checkpoint.boxes import tiles
 from megatron.checkpoint.index import Index
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.errors import UserError
 
 
@@ -80,6 +82,24 @@ def test_no_rank_waits_for_an_index_that_cannot_be_sent(gloo_world, tmp_path):
     assert first == second and "MANIFEST.json: cannot be read" in first
 
 
+def open_own_view(root) -> str:
+    """The error where each rank has another file system at the same place."""
+    with pytest.raises(UserError) as error:
+        open_checkpoint(root / str(dist.get_rank()), ranks=all_ranks(), older=True)
+    return str(error.value)
+
+
+def test_a_checkpoint_that_one_rank_does_not_see_is_not_damaged(gloo_world, tmp_path):
+    """No older one is taken, although both ranks see that."""
+    for iteration in (1, 2):
+        save_checkpoint(tmp_path / "0", iteration, pairs(example()), {"iteration": iteration})
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    shutil.rmtree(tmp_path / "1" / "iter_0000002")
+    first, second = gloo_world(2).run(open_own_view, tmp_path)
+    assert first == second and "iter_0000002: the checkpoint that rank 0 found there" in first
+    assert "is not seen from here" in first and "cannot be loaded" not in first
+
+
 def test_an_index_that_was_sent_is_the_one_that_was_opened(tmp_path):
     items = pairs(example())
     path = save_in_shards(tmp_path, 1, [items[::2], items[1::2]], {"iteration": 1, "text": "é"})
@@ -90,6 +110,7 @@ def test_an_index_that_was_sent_is_the_one_that_was_opened(tmp_path):
         opened.shards,
         opened.tensors,
     )
+    assert [hash(shard) for shard in sent.shards] == [hash(shard) for shard in opened.shards]
     assert all(same_bits(sent[name], tensor) for name, tensor in example().items())
     save_in_shards(tmp_path / "other", 1, [items[::2], items[1::2]], {"iteration": 1, "text": "e"})
     with pytest.raises(CheckpointError, match="not seen from here"):

@@ -198,6 +198,21 @@ def shard(tmp_path):
     return folder, Index(folder).manifest["shards"][0]
 
 
+def test_every_byte_is_covered(shard):
+    folder, record = shard
+    path, size = folder / record["file"], record["bytes"]
+    read_back(folder, 0, record)
+    for file, at in ((path, 0), (path, -1), (path.with_suffix(".digests"), -1)):
+        flip(file, at)
+        damaged = f"read back from the disk: .*{file.name}: damaged"
+        with pytest.raises(CheckpointError, match=damaged):
+            read_back(folder, 0, record)
+        flip(file, at)
+    os.truncate(path, size - 1)
+    with pytest.raises(CheckpointError, match=f"has {size - 1} bytes, the manifest has {size}"):
+        read_back(folder, 0, record)
+
+
 def test_the_disk_is_asked_and_not_the_page_cache(shard, monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: calls.append(args[3]))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from logged import silently
 
-from megatron.checkpoint import commit, manifest, reader, writer
+from megatron.checkpoint import commit, fetch, manifest, reader, writer
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, shard_bytes
@@ -137,7 +138,7 @@ def needed_chunks(checkpoint: Checkpoint, box: Box) -> int:
 @given(seed=st.integers(0, 2**32))
 def test_any_boxes_resharded_to_any_boxes(tmp_path, seed):
     """Save boxes of a random tiling in random shards; read boxes of another one; each reads exactly
-    the chunks that it needs, once.
+    the chunks of the rows that it needs, once.
     """
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, longest) for longest in rng.choice([(500,), (40, 90), (6, 9, 9)]))
@@ -156,6 +157,33 @@ def test_any_boxes_resharded_to_any_boxes(tmp_path, seed):
             assert same_bits(into, want)
             if len(shape) < 3:
                 assert checkpoint.fetcher.bytes_read == needed_chunks(checkpoint, box)
+
+
+def test_reading_everything_in_order_reads_each_chunk_once(tmp_path):
+    """Whatever the order in which it is asked for."""
+    path = save_checkpoint(tmp_path, 1, pairs(example()), {})
+    with Checkpoint(path) as checkpoint:
+        wanted = reversed(pairs(example()))
+        checkpoint.read_all((box, torch.zeros_like(each)) for box, each in wanted)
+        assert checkpoint.fetcher.bytes_read == checkpoint.shards[0].data_bytes
+
+
+def test_values_are_converted_to_the_destination(tmp_path):
+    w = torch.randn(9, 4, dtype=torch.float64)
+    path = save_checkpoint(tmp_path, 1, pairs({"w": w}), {})
+    into = torch.empty(9, 4, dtype=torch.bfloat16, requires_grad=True)
+    with Checkpoint(path) as checkpoint:
+        checkpoint.read(whole("w", w), into)
+    assert same_bits(into.detach(), w.to(torch.bfloat16))
+
+
+def test_a_read_without_memory_leaves_no_file_open(tmp_path, monkeypatch):
+    path = save_checkpoint(tmp_path, 1, pairs(example()), {})
+    monkeypatch.setattr(fetch, "bytearray", mock.Mock(side_effect=MemoryError), raising=False)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(MemoryError):
+        Checkpoint(path).verify()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_wrong_names_and_shapes_are_refused(tmp_path):

@@ -10,6 +10,7 @@ import signal
 import stat
 import threading
 import time
+from itertools import chain, repeat
 from pathlib import Path
 from unittest import mock
 
@@ -105,11 +106,20 @@ def test_a_process_of_this_machine_is_never_followed_while_it_exists(tmp_path):
     assert "it has ended" in line
 
 
-def test_without_locks_a_process_of_this_machine_is_known_by_its_renewals(tmp_path, monkeypatch):
-    monkeypatch.setattr(module.fcntl, "flock", mock.Mock(side_effect=OSError(38, "no locks")))
+@pytest.mark.parametrize("locked", [False, True])
+def test_without_locks_a_process_of_this_machine_is_known_by_its_renewals(
+    tmp_path, monkeypatch, locked
+):
+    """Without a lock, or with one that the next run cannot try."""
+    answers = chain([None] if locked else [], repeat(OSError(38, "no locks")))
+    monkeypatch.setattr(module.fcntl, "flock", mock.Mock(side_effect=answers))
     lease = take_lease(tmp_path, "")
+    assert (read_owner(tmp_path / NAME)["machine"] != "") == locked
     with pytest.raises(CheckpointError, match="another run is writing there"):
         take_lease(tmp_path, "")
+    lease._end.set()
+    lease._thread.join()
+    assert "has not renewed its lease" in take(tmp_path)[-1]
     lease.release()
 
 

@@ -4,6 +4,7 @@ others', and a restart on any nodes reads or rebuilds the rest of them bit for b
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import random
@@ -293,17 +294,21 @@ def test_whenever_a_save_ends_a_whole_checkpoint_is_there(job, tmp_path, redunda
 
 @REDUNDANT
 def test_no_room_on_one_node(job, tmp_path, redundancy):
-    """For the neighbour's shard or a block: one error, for which no rank waits, and nothing is lost
-    or left.
+    """For the neighbour's shard or a block, or no right to write it: one error with the fix, for
+    which no rank waits, and nothing is lost or left.
     """
     nodes = job(4, 2)
     nodes.save(1, 1, redundancy)
     begins = (
         f"rank 2: --local-checkpoint-dir {tmp_path}/1: the local checkpoint of iteration 2 "
-        "was not saved: No space left on device; "
+        "was not saved: "
     )
-    end = "free space there, or give a larger folder. Older ones are untouched"
-    assert set(nodes.run(save_without_room, 2, redundancy)) == {begins + end}
+    for number, fix in (
+        (errno.ENOSPC, "free space there, or give a larger folder"),
+        (errno.EROFS, "make it writable, or give another folder"),
+    ):
+        text = f"{begins}{os.strerror(number)}; {fix}. Older ones are untouched"
+        assert set(nodes.run(save_without_room, 2, redundancy, number)) == {text}
     assert nodes.leftovers() == [] and nodes.outcome(1) == (1, True)
 
 

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megatron.checkpoint import files, manifest
 from megatron.checkpoint.files import WriteProgress
 from megatron.checkpoint.local import checkpoints
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
-from megatron.checkpoint.manager import CheckpointManager, staging_bytes
+from megatron.checkpoint.manager import CheckpointManager, Saved, staging_bytes
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import open_checkpoint
@@ -136,6 +137,45 @@ def test_the_next_save_waits_for_the_one_before_and_says_so(tmp_path, made, log_
     ]
     for iteration in (1, 2):
         loads(silently(open_checkpoint, tmp_path, iteration).path, tensors(iteration))
+
+
+def test_a_save_adds_two_collectives_to_training_steps(tmp_path, made, monkeypatch):
+    calls = []
+    real = Ranks.gather_or_raise
+
+    def counted(ranks: Ranks, part) -> list:
+        calls.append(part)
+        return real(ranks, part)
+
+    monkeypatch.setattr(Ranks, "gather_or_raise", counted)
+    background = made(tmp_path, enough(tensors()))
+    background.save(1, pairs(tensors()), STATE)
+    calls.clear()
+    while background.pending is not None:
+        step(background)
+    assert background.went_well and len(calls) == 2
+
+
+def test_a_commit_that_cannot_start_fails_the_save(tmp_path, made, log_lines):
+    background = made(tmp_path, enough(tensors()))
+    background.save(1, pairs(tensors()), STATE)
+    error = OSError(12, "Cannot allocate memory")
+    with mock.patch.object(background.background, "start", side_effect=error):
+        assert not background.finalize()
+    assert "iteration 1 was NOT saved" in log_lines[-1]
+    assert "was not saved: Cannot allocate memory" in log_lines[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_waits_for_all_of_a_save_at_the_end(tmp_path, made):
+    """What is compared between two phases counts, too."""
+    reports: list[Saved] = []
+    background = made(
+        tmp_path, enough(tensors()), report=lambda iteration, saved: reports.append(saved)
+    )
+    replicas = SimpleNamespace(check=lambda ranks: time.sleep(1.0))
+    background.save(1, pairs(tensors()), STATE, replicas)
+    assert background.finalize() and reports[0].stall >= 1.0
 
 
 # ---- lines about a save --------------------------------------------------------------------------

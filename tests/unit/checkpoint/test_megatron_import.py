@@ -137,6 +137,9 @@ def test_what_cannot_be_mapped_is_one_error(tmp_path):
     assert all(name in shown for name in extra)
     partly = {name: value for name, value in theirs.items() if "linear_proj" not in name}
     assert "tensors missing: layers.0.attention.proj.bias" in refused("b", partly)
+    half = {"decoder.layers.mlp.linear_fc1.weight_w": torch.zeros(LAYERS, 2, 2)}
+    shown = refused("half", theirs | half)
+    assert "linear_fc1.weight_w: is a half of a gated fc1, but --swiglu " in shown
     arguments.num_layers = 4
     assert "holds 3 layers, --num-layers is 4" in refused("c", theirs)
     arguments.qk_l2_norm = True
