@@ -264,8 +264,8 @@ def parts_under(sequence: bool) -> tuple[str, ...]:
 
 
 def whole_on_every_rank(tp: TensorParallel) -> dict[str, Any]:
-    """Declares a tensor that every tensor-parallel rank holds, and applies to what it has of the
-    sequence.
+    """Keyword arguments of `matrix` and `vector` for a tensor that every tensor-parallel rank holds
+    whole and applies to its part of the sequence.
     """
     return {"copies": "tp", "grad_sum": parts_under(tp.sequence)}
 

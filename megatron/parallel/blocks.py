@@ -124,8 +124,9 @@ class Block:
         share      those of them that it counts in norms, where several ranks update the same
         master     `own`, as the optimizer updates it, in fp32; a view of `weight` where that has
                    the same precision
-        rounded    where a step rounds the master to: `own` of `weight`; None where they are the
-                   same, and at stage 3, which rounds when it gathers
+        rounded    where a step rounds the master to: `own` of `weight`, or at stage 3 a separate
+                   buffer if the master is in the host's memory or in files; None where a gather
+                   or the weight takes the master itself
         gathered_from  what a gather of stage 3 reads: `rounded`, else `master`
         grad       the whole block's gradient, from a backward pass to its reduction or the update
         summed     stages 2 and 3: `own` of the reduced gradient
@@ -133,7 +134,7 @@ class Block:
 
     `zero_stage` is 0 for what is kept with the weights and not trained. Master weights and moments
     are in the host's memory where the block is `on_host`, `in_files` in its files (nvme.py).
-    `piece`, of some methods, is a part of `own`, of which the buffer is.
+    Where a method takes a `piece`, a part of `own`, its buffer holds that part alone.
 
     The life of a gradient:
 

@@ -44,7 +44,8 @@ class Route:
     def __init__(self, passes: Sequence[Pass]):
         self.passes = passes
         self.leaves = [False] * len(passes)
-        self.reads: list[Key | None] = [None] * (len(passes) + 1)  # the last pass has a next one
+        # one more than passes, so that `_begin` can look ahead of the last
+        self.reads: list[Key | None] = [None] * (len(passes) + 1)
         # How many passes of transformer layers precede each pass: the time that copies have.
         before = [0]
         for layer, *_ in passes:

@@ -109,7 +109,7 @@ class Recording:
 
     def __init__(self, device: torch.device):
         self.device = device
-        # and the seconds within each that the host waited for other ranks
+        # (action, begin, end, seconds within it that the host waited for other ranks)
         self.marks: list[tuple[Action, Any, Any, float]] = []
         self.start = self.now()
 

@@ -82,17 +82,12 @@ def attentions() -> Iterator[Timed]:
     q, k, v = by_key_head((qkv,))
     mask, options = AttentionMask(), Options(DIM**-0.5)
     flop = 4.0 * GROUPS * HEADS * TOKENS**2 * DIM / 2
-    out, lse = attention.forward(q, k, v, mask, options, None)
+    out, lse = attention.forward(q, k, v, mask, options)
 
     def backward(options: Options) -> Callable[[], object]:
-        return lambda: attention_backward.backward(dout, None, out, lse, [qkv], mask, options, None)
+        return lambda: attention_backward.backward(dout, None, out, lse, [qkv], mask, options)
 
-    yield (
-        "attention forward, ours",
-        lambda: attention.forward(q, k, v, mask, options, None),
-        flop,
-        TFLOPS,
-    )
+    yield "attention forward, ours", lambda: attention.forward(q, k, v, mask, options), flop, TFLOPS
     yield "attention backward, ours", backward(options), 2.5 * flop, TFLOPS
     any_order = Options(DIM**-0.5, deterministic=False)
     yield "attention backward, ours, any order", backward(any_order), 2.5 * flop, TFLOPS

@@ -109,7 +109,8 @@ RUN = (
 def test_what_cannot_be_captured_is_refused_with_the_reason(flags):
     config = parse_arguments([*RUN, *flags.split(), "--global-batch-size", "8"]).config
     refused = " ".join(flags.split()[-2:])
-    with pytest.raises(UserError, match=f"is not supported with {refused}.*(remove|set)"):
+    words = f"--cuda-graphs: is not supported with {refused}.*(remove|set)"
+    with pytest.raises(UserError, match=words):
         resolve(config, 4, None)
 
 

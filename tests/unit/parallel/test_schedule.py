@@ -48,6 +48,8 @@ def test_all_sizes_are_right_and_bounded(name: str):
         for ranks, m in SIZES:
             schedule = build_schedule(name, ranks, virtual, m)
             bounds = check(schedule)
+            if name == "interleaved":
+                assert schedule.placement == tuple(s % ranks for s in range(schedule.stages))
             assert (
                 bounds.ascending and schedule.ranks == ranks and schedule.stages == ranks * virtual
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from megatron.tools._plan.drawing import idle_inside, peak_activations
 from megatron.tools._plan.simulate import Costs, simulate
 from megatron.tools._plan.timeline_files import read_timeline
+from random_schedules import random_placement, random_schedule
 
 from megatron.parallel.schedule import Action, Kind, Schedule, build_schedule, insert_messages
 from megatron.parallel.timeline import Span, Timeline
@@ -112,6 +114,31 @@ def test_deferred_weight_gradients_and_sizes_of_stages():
     assert peak_activations(schedule) == (2, 2)
     assert peak_activations(schedule, held=(10.0, 4.0), deferred=0.5) == (20.0, 6.0)
     assert peak_activations(schedule, held=(10.0, 4.0), deferred=0.0) == (20.0, 4.0)
+
+
+def test_any_valid_schedule_runs_in_time():
+    """Spans of a rank do not overlap, nothing starts before what it uses, and no rank is lazy: each
+    begins when rank and input are free.
+    """
+    for seed in range(60):
+        draw = random.Random(seed)
+        ranks = draw.randint(1, 4)
+        placement = random_placement(draw, ranks, draw.randint(ranks, 6))
+        schedule = random_schedule(draw, placement, draw.randint(1, 4))
+        costs = Costs(*(tuple(draw.randint(1, 5) for _ in placement) for _ in range(3)))
+        line = simulate(schedule, costs)
+        ends = {span[:3]: span.end for row in line.rows for span in row}
+        for row in line.rows:
+            free = 0.0
+            for kind, stage, micro, begin, end in row:
+                inputs: list[tuple[Kind, int, int]] = []
+                if kind is F:
+                    inputs = [(F, stage - 1, micro)]
+                elif kind in (B, Kind.BACKWARD_INPUT):
+                    inputs = [(each, stage + 1, micro) for each in (B, Kind.BACKWARD_INPUT)]
+                assert begin == max([free, *(ends[each] for each in inputs if each in ends)]), seed
+                assert end == begin + costs.of(kind, stage), seed
+                free = end
 
 
 def test_a_time_line_counts_its_idle_time():

@@ -5,13 +5,17 @@ script as a whole on a CPU.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 from megatron.benchmarks import training
 
 from megatron.config.arguments import parse_arguments
@@ -157,6 +161,19 @@ def test_the_front_lists_the_scripts_and_refuses_what_it_cannot_run(tmp_path):
     assert front("common").returncode == 2 and "is not one of the scripts" in front("x").stderr
     without_gpu = front("first")
     assert without_gpu.returncode == 2 and "sees no GPU" in without_gpu.stderr
+
+
+def test_timed_calls_the_kernels_as_they_are_declared(monkeypatch):
+    device = {"DEVICE": "cpu", "HALF": torch.float32, "IS_CUDA": False, "message": str}
+    monkeypatch.setitem(sys.modules, "device", SimpleNamespace(**device))
+    timed = importlib.import_module("timed")
+    forward = mock.create_autospec(timed.attention.forward, return_value=(None, None))
+    backward = mock.create_autospec(timed.attention_backward.backward)
+    monkeypatch.setattr(timed.attention, "forward", forward)
+    monkeypatch.setattr(timed.attention_backward, "backward", backward)
+    for _, call, *_ in timed.attentions():
+        call()
+    assert forward.call_count == backward.call_count == 2  # one forward call is for `backward`
 
 
 @pytest.mark.campaign

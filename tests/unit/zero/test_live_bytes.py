@@ -25,6 +25,7 @@ FOUR = tuple({**SMALL, "layers": 4}.items())  # a layer for each stage of a V
 # Every pair of stage, ranks, pipeline and micro-batches, and of stage and precision; then what may
 # upset it.
 ROWS = [
+    *(Row(stage, 2, 1, 4) for stage in (0, 1)),
     Row(0, 4, 1, 1, "fp16"),
     Row(0, 2, 2, 4, "fp32"),
     Row(1, 4, 1, 1, "fp16"),
