@@ -56,12 +56,12 @@ def ours(segments: Segments, moments: str) -> Callable[[], None]:
     ]
 
     def step() -> None:
+        coefficient = segments.coefficient
+        gradient_scalars = coefficient, 1 / coefficient, found_inf
+        scalars = StepScalars(LR, DECAY, EPS, steps, steps + 1, *gradient_scalars)
         for master, grad, state, out in zip(
             segments.masters, segments.gradients, states, segments.weights
         ):
-            coefficient = segments.coefficient
-            gradient_scalars = coefficient, 1 / coefficient, found_inf
-            scalars = StepScalars(LR, DECAY, EPS, steps, steps + 1, *gradient_scalars)
             rule.apply(master, grad, state, scalars, out)
         steps.add_(1)
 

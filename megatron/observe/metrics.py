@@ -142,7 +142,7 @@ def memory_metrics(device: torch.device) -> Metrics:
     status = Path("/proc/self/status")
     if not status.exists():
         return {}
-    kib = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    kib = dict(line.partition(":")[::2] for line in status.read_text().splitlines())
     return {
         "mem-allocated-bytes": int(kib["VmRSS"].split()[0]) * 1024,
         "mem-max-allocated-bytes": int(kib["VmHWM"].split()[0]) * 1024,

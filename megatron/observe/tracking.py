@@ -343,4 +343,5 @@ def _is_rare(name: str) -> bool:
 
 def _json_number(value: float) -> float | str:
     """NaN and infinities, which JSON lacks, as strings that `float()` reads back."""
-    return value if math.isfinite(value) else json.dumps(float(value))
+    value = value if isinstance(value, int) else float(value)  # JSON lacks NumPy's types
+    return value if math.isfinite(value) else json.dumps(value)

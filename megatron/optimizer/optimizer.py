@@ -36,6 +36,7 @@ PIECE = 1 << 18  # elements widened to float64 at once on a CPU: two megabytes, 
 PIECE_CUDA = 1 << 20
 Fill = Callable[[list[tuple[Box, Tensor]]], None]  # gives the tensors of boxes new values
 Scalars = dict[Multipliers, StepScalars]  # of one step, by what tensors declare
+States = dict[Block, dict[str, Tensor]]  # what is in memory all the time
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Optimizer:
         device = blocks[0].weight.device
         self.config, _ = choose_kernels(config, device)
         self.blocks, self.groups, self.zero = blocks, groups, zero
+        # Filled block by block: if memory runs out here, the report names those that are done.
+        self.states: States = {}
         self.trained = [block for block in blocks if block.trained]
         self.on_device = [block for block in self.trained if not block.on_host]
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
@@ -79,7 +82,8 @@ class Optimizer:
         if in_files := [block for block in blocks if block.in_files]:
             folder = config.optimizer.optimizer_nvme_offload
             self.files = StateFiles(folder, in_files, {MASTER: self.wide, **dtypes})
-        self.states = {block: state_in_memory(block, dtypes) for block in blocks}
+        for block in blocks:
+            self.states[block] = state_in_memory(block, dtypes)
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def initialise(self) -> None:

@@ -44,7 +44,9 @@ def evaluate(run: Run, source: Source, name: str) -> float | None:
         requests = run.exits.start_exchange(run.groups.world, run.device)
         # on a GPU signals are read one turn late, so that this turn is queued right after the last
         readable = requests if requests.is_here else earlier
-        if readable is not None and run.exits.finish_exchange(readable):
+        if readable is not None:
+            run.exits.finish_exchange(readable)
+        if run.exits.has_signal():  # perhaps already at the last step
             return None
         earlier = requests
         sums = run_micro_batches(run, source, first, step, training=False)

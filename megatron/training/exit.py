@@ -120,11 +120,12 @@ class ExitConditions:
         sums = all_reduce(to_device(self.requests(), device), axis)
         return AsyncHostCopy({"requests": sums})
 
-    def finish_exchange(self, sums: AsyncHostCopy) -> bool:
-        """Read the requests of all ranks; whether a signal is among them. What ranks do next must
-        depend on `agreed` alone.
-        """
+    def finish_exchange(self, sums: AsyncHostCopy) -> None:
+        """Read the requests of all ranks. What ranks do next must depend on `agreed` alone."""
         self.agreed = sums.read()["requests"]
+
+    def has_signal(self) -> bool:
+        """Whether any rank had received a signal at the last exchange."""
         return any(self.agreed[: len(SIGNAL_CODES)])
 
     def check(self, iteration: int) -> Exit | None:

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 from megatron.config.groups import TrainingConfig
@@ -47,6 +46,7 @@ def train(run: Run) -> Exit:
     interval = Interval(time.perf_counter())
     ended = Exit(COMPLETE, 0)
     with manual_collection(config.training):
+        run.timing.begin()
         while not finished(config, progress.iteration, progress.consumed_samples):
             # 1. One step, queued on the device before the outcome of the last one is read.
             if run.profiler is not None:
@@ -55,9 +55,10 @@ def train(run: Run) -> Exit:
             step = train_step(run, partial(finish_step, run, interval))
             interval.pending, iteration, due = step, progress.iteration, step.batch.due
 
-            # 2. The outcome is read now, if it is here or something below needs it. All ranks do
-            # the same: what is due follows from the iteration, and exits are agreed upon.
-            if any(due) or step.copy.is_here or run.exits.check(iteration):
+            # 2. The outcome is read now, if it is here or something below needs it, which a garbage
+            # collection does not. All ranks do the same: what is due follows from the iteration,
+            # and exits are agreed upon.
+            if any(due[:-1]) or step.copy.is_here or run.exits.check(iteration):
                 finish_step(run, interval)
             run.timing.events.step(iteration)
 
@@ -66,12 +67,12 @@ def train(run: Run) -> Exit:
             with run.timing.outside():
                 if due.log:
                     interval = log(run, interval, step.rates)
-                if due.evaluate:
-                    with interval.paused(), collected_evaluation(config.training):
-                        progress.evaluation_due = not evaluate_all(run, "validation")
                 # Requests are those of the last step that was read: on a GPU the one before, so
                 # that a signal is seen one iteration late, by all ranks in the same one.
                 exit_now = run.exits.check(iteration)
+                if due.evaluate:
+                    validate(run, interval)
+                    exit_now = exit_now or run.exits.check(iteration)
                 # After the evaluation, so that its outcome is in the checkpoint.
                 everywhere = due.save or due.end or exit_now
                 if everywhere or due.save_local:
@@ -83,15 +84,23 @@ def train(run: Run) -> Exit:
             if exit_now and (progress.evaluation_due or not due.end):
                 ended = exit_now
                 break
-        # 4. A save in the background may still be under way.
-        return ended if finalize(run) else replace(ended, code=1)
+        return _after_last_save(run, ended)
+
+
+def _after_last_save(run: Run, ended: Exit) -> Exit:
+    """Wait for a save in the background; the exit, with code 1 when it failed."""
+    if finalize(run):
+        return ended
+    why = "" if ended.reason == COMPLETE else ", but the last save failed"
+    return Exit(ended.reason + why, 1)
 
 
 def finish_step(run: Run, interval: Interval) -> None:
     """Act on the outcome of the last step, once: on a CPU right after it, on a GPU while the next
     one is queued, whose learning rate and loss scale depend on it.
 
-    Raises NonFiniteError under --nan-policy stop.
+    Raises NonFiniteError under --nan-policy stop, CheckpointError when another run has taken --save
+    over.
     """
     if interval.pending is None:
         return
@@ -221,7 +230,8 @@ def manual_collection(config: TrainingConfig) -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()  # what building the run has left is not carried along
-    freezes = gc.get_freeze_count() == 0  # else who called us has done it
+    # the caller may have frozen its own objects, and unfreeze would undo that
+    freezes = gc.get_freeze_count() == 0
     if freezes:
         gc.freeze()
     try:
@@ -233,13 +243,14 @@ def manual_collection(config: TrainingConfig) -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def collected_evaluation(config: TrainingConfig) -> Iterator[None]:
-    """Collects before an evaluation, and what the evaluation has made after it."""
+def validate(run: Run, interval: Interval) -> None:
+    """Evaluate between two steps, with a collection before it and one of what it has made after."""
+    config = run.config.training
     collects = config.manual_gc and config.manual_gc_eval
-    if collects:
-        gc.collect()
-    yield
-    if collects:
-        # The youngest generation is enough for what one evaluation has made.
-        gc.collect(generation=0)
+    with interval.paused():
+        if collects:
+            gc.collect()
+        run.progress.evaluation_due = not evaluate_all(run, "validation")
+        if collects:
+            # The youngest generation is enough for what one evaluation has made.
+            gc.collect(generation=0)

@@ -378,7 +378,7 @@ def _initialize_or_load(run: Run) -> None:
             f" loaded checkpoint {checkpoint.path} at iteration "
             f"{iteration}{continuity(checkpoint, run)}"
         )
-    run.timing.ready(iteration)
+    run.timing.events.ready(iteration)
 
 
 def _train_and_evaluate(run: Run) -> int:
@@ -386,8 +386,7 @@ def _train_and_evaluate(run: Run) -> int:
     # 1. Validation that is due before training.
     skip_train = run.config.evaluation.skip_train
     if skip_train or run.progress.evaluation_due:
-        with run.timing.outside():
-            run.progress.evaluation_due = not evaluate_all(run, "validation")
+        run.progress.evaluation_due = not evaluate_all(run, "validation")
 
     # 2. Training.
     ended = Exit(COMPLETE, 0)

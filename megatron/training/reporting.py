@@ -47,7 +47,7 @@ class Interval:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is no part of an iteration."""
+        """Excludes the time of the block from that of iterations. Not to be nested."""
         begun = time.perf_counter()
         yield
         self.outside += time.perf_counter() - begun

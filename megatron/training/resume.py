@@ -140,28 +140,28 @@ def changed_fields(
     tokenizer and what --accept-changed names.
     """
     theirs, found = config_of(state), []
-    takes_run = not config.checkpoint.finetune and state.get("tokenizer") is not None
-    rotary = theirs.model.is_rotary and config.model.is_rotary
-    for each in _differences(theirs, config):
-        rule = each.rule
-        # 1. The model: no flag accepts another one. Of learned positions their table is a part of
-        # it; with rotary positions some fields hold no weights, so that a change of them is another
-        # run of the same model.
-        if rule.refused or (rule.weightless and not rotary):
-            found.append(Change(each.text, None))
-        # 2. What later steps see. An evaluation has no batches of training.
-        elif rule.accept == "batch" and config.evaluation.skip_train:
-            continue
-        elif rule.accept and takes_run:
-            found.append(Change(f"{each.text}; {rule.what} would change", rule.accept))
-    # 3. The tokenizer. Another one of the same size is the user's choice when weights alone are
+    # 1. The tokenizer. Another one of the same size is the user's choice when weights alone are
     # taken.
     rows = state["vocab_size"]
     if vocab_size != rows:
         fix = f"; give --vocab-size {rows}" if rows > vocab_size else ""
         found.append(Change(f"vocabulary: checkpoint {rows}, tokenizer {vocab_size}{fix}", None))
+    takes_run = not config.checkpoint.finetune and state.get("tokenizer") is not None
     if takes_run and tokenizer_fingerprint != state["tokenizer"]:
         found.append(Change("tokenizer: its files are not those of the checkpoint", "tokenizer"))
+    rotary = theirs.model.is_rotary and config.model.is_rotary
+    for each in _differences(theirs, config):
+        rule = each.rule
+        # 2. The model: no flag accepts another one. Of learned positions their table is a part of
+        # it; with rotary positions some fields hold no weights, so that a change of them is another
+        # run of the same model.
+        if rule.refused or (rule.weightless and not rotary):
+            found.append(Change(each.text, None))
+        # 3. What later steps see. An evaluation has no batches of training.
+        elif rule.accept == "batch" and config.evaluation.skip_train:
+            continue
+        elif rule.accept and takes_run:
+            found.append(Change(f"{each.text}; {rule.what} would change", rule.accept))
     return found
 
 
@@ -204,17 +204,22 @@ def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config
     was not, with the flag that would accept it.
     """
     accepted = config.checkpoint.accept_changed or ()
-    faults = [
-        f"{change.text} [--accept-changed {change.accept}]" if change.accept else change.text
-        for change in changes
-        if change.accept not in accepted
-    ]
-    if faults:
-        fix = (
-            "(the flag in brackets takes a field from the command line, --finetune loads only the "
-            "weights, --use-checkpoint-args takes the model from the checkpoint)"
-        )
-        lines = [f"{checkpoint.path} does not fit this run:", *faults, fix]
+    refused = [change for change in changes if change.accept not in accepted]
+    if refused:
+        faults = [
+            f"{change.text} [--accept-changed {change.accept}]" if change.accept else change.text
+            for change in refused
+        ]
+        # What to do about them: only the ways that lead out of this list.
+        ways = []
+        if any(change.accept for change in refused):
+            ways.append(
+                "the flag in brackets takes a field from the command line, and --finetune "
+                "loads only the weights"
+            )
+        if not all(change.accept for change in refused):
+            ways.append("--use-checkpoint-args takes the model from the checkpoint")
+        lines = [f"{checkpoint.path} does not fit this run:", *faults, f"({'; '.join(ways)})"]
         raise CheckpointError("\n  ".join(lines))
     return [f"accepted by --accept-changed {change.accept}: {change.text}" for change in changes]
 

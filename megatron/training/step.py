@@ -85,8 +85,8 @@ def next_batch(run: Run) -> GlobalBatch:
         evaluate=(evaluate or is_last) and bool(run.data.valid),
         save=save,
         save_local=save_local,
-        collect_garbage=collect_garbage,
         end=is_last,
+        collect_garbage=collect_garbage,
     )
     nominal_tokens = size * config.data.seq_length
     return GlobalBatch(iteration, first, size, nominal_tokens, run.scaler.scale, due)
@@ -296,8 +296,8 @@ class Due(NamedTuple):
     evaluate: bool
     save: bool
     save_local: bool
-    collect_garbage: bool
     end: bool
+    collect_garbage: bool  # the last: it alone needs no outcome of the step
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,8 @@ class Timing:
     # around what is no part of a rank's compute time
     outside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
-    def ready(self, iteration: int) -> None:
-        """Training begins."""
-        self.events.ready(iteration)
+    def begin(self) -> None:
+        """The first lap of this rank begins now."""
         if self.rank_timer is not None:
             self.rank_timer.begin()
 

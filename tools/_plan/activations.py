@@ -137,7 +137,7 @@ class Shape:
     @cached_property
     def works(self) -> dict[Hashable, UnitWork]:
         """What is known of the passes of its units, which other shapes share."""
-        return _works_of(self.of_units, self.vocab_size, self.device)
+        return _works.setdefault((self.of_units, self.vocab_size, self.device), {})
 
     def like(self, index: int, *, final_norm: bool = True) -> int:
         """The first layer whose passes take what those of layer `index` do, its final norm included
@@ -229,6 +229,9 @@ def _run_of(config: Config, vocab_size: int, device: str, stage: Stage) -> Layer
 # the experts which it had in their place
 _known: defaultdict[Unit, dict[tuple[int, int], list[MeasuredPass]]] = defaultdict(dict)
 
+# what the passes of units compute, by stage and recomputation, of each configuration of units
+_works: dict[tuple[Config, int, str], dict[Hashable, UnitWork]] = {}
+
 
 @cache
 def _passes(unit: Unit) -> list[MeasuredPass]:
@@ -262,9 +265,10 @@ def _passes(unit: Unit) -> list[MeasuredPass]:
 def forget_passes() -> None:
     """Run all units anew: what their passes take has been changed in their modules."""
     forget_models()
-    for cached in (_run_of, _passes, unit_bytes_of, _works_of, _leaving):
+    for cached in (_run_of, _passes, unit_bytes_of, _leaving):
         cached.cache_clear()
     _known.clear()
+    _works.clear()
 
 
 def layer_stage(shape: Shape, index: int, *, final_norm: bool = True) -> Stage:
@@ -318,11 +322,6 @@ def unit_work(shape: Shape, stage: Stage, choice: LayerRecompute = NO_RECOMPUTE)
         forward, backward, *halves = (each.work for each in _passes(shape.unit(stage, choice)))
         shape.works[stage, choice] = UnitWork(forward, *(halves or [backward]))
     return shape.works[stage, choice]
-
-
-@cache
-def _works_of(config: Config, vocab_size: int, device: str) -> dict[Hashable, UnitWork]:
-    return {}
 
 
 @cache

@@ -174,7 +174,7 @@ def _reachable() -> list[Buffer]:
         elif issubclass(kind, Block):
             buffers += _of_block(thing)
         elif issubclass(kind, Optimizer):
-            for block, tensors in thing.states.items():
+            for block, tensors in getattr(thing, "states", {}).items():
                 states += [(f"{name} of {block.name}", x) for name, x in tensors.items()]
         elif kind is Graph:
             nodes += [edge.node for edge in thing.edges]

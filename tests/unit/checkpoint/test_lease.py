@@ -167,7 +167,7 @@ def test_a_run_whose_folder_was_taken_over_ends(tmp_path):
     assert "on far" in read_owner(tmp_path / NAME)["run"]
 
 
-def test_a_run_that_wakes_up_looks_before_its_next_step(tmp_path, monkeypatch):
+def test_a_run_that_wakes_up_reads_the_lease(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RENEW_S", 60.0)
     lease = take_lease(tmp_path, "")
     write(tmp_path, elsewhere())

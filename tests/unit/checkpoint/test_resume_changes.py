@@ -69,12 +69,19 @@ def test_every_change_is_listed_with_the_flag_that_accepts_it(root):
         assert f"  {line}" in shown
     for accept in ("seed", "data", "batch"):
         assert f" would change [--accept-changed {accept}]\n" in shown
+    # the fix names only what leads out of this list
+    by_flag = "(the flag in brackets takes a field"
+    by_model = "--use-checkpoint-args takes the model"
+    assert by_flag in shown and by_model not in shown
     shown = resume(root, "--seed", 9, "--global-batch-size", 8, "--accept-changed", "seed")
     assert "--global-batch-size: " in shown and "--seed: " not in shown
     # no flag makes another model of these weights
     shown = resume(root, "--hidden-size", 64, "--seed", 9, "--accept-changed", "seed")
     assert "--hidden-size: checkpoint 32, command line 64\n" in shown
     assert "accept-changed" not in shown.partition("--hidden-size")[2]
+    assert by_flag not in shown and f"({by_model} from" in shown
+    shown = resume(root, "--hidden-size", 64, "--seed", 9)
+    assert by_flag in shown and f"; {by_model} from" in shown
     assert "the objective would change [--accept-changed data]" in resume(root, "--eod-mask-loss")
     shown = resume(root, "--tokenizer-type", "NullTokenizer", "--vocab-size", 50)
     assert "vocabulary: checkpoint 50, tokenizer 51" in shown

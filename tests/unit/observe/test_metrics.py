@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,13 @@ def test_memory_of_a_cpu_process_follows_what_it_holds():
     assert after["mem-allocated-bytes"] - before["mem-allocated-bytes"] > 0.9 * size
     assert after["mem-max-allocated-bytes"] >= after["mem-allocated-bytes"]
     assert set(after) <= set(METRICS) and "mem-reserved-bytes" not in after
+
+
+def test_a_status_file_with_another_kind_of_line(monkeypatch):
+    text = "a line without a value\nVmRSS:\t 3 kB\nVmHWM:\t 4 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda _path: text)
+    row = memory_metrics(torch.device("cpu"))
+    assert row == {"mem-allocated-bytes": 3072, "mem-max-allocated-bytes": 4096}
 
 
 def test_sections_of_wandb():

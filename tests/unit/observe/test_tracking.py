@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from megatron.tools._report.metrics_file import read_metrics
 from unit.observe.wandb_files import history, records, run_files, values
@@ -105,6 +106,14 @@ def test_numbers_come_back_bit_for_bit(tmp_path):
     (row,) = untimed(tmp_path)
     found = [row[f"x{k}"] for k in range(len(values))]
     assert struct.pack("5d", *found) == struct.pack("5d", *values)
+
+
+def test_numbers_of_numpy_are_json(tmp_path):
+    tracker = Tracker(make(tmp_path), {}, 0)
+    tracker.log(1, {"x": np.float32(0.5), "y": np.int64(3), "z": np.float32(math.inf)})
+    tracker.close()
+    (row,) = untimed(tmp_path)
+    assert (row["x"], row["y"], row["z"]) == (0.5, 3, math.inf)
 
 
 @pytest.mark.parametrize(

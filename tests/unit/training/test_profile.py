@@ -270,6 +270,20 @@ def test_what_is_known_of_live_tensors(tmp_path):
     }
 
 
+def test_an_optimizer_that_ran_out_of_memory_has_the_states_of_finished_blocks():
+    config = resolve(parse_arguments(TINY).config, 1, 31).config
+    groups, cpu = one_process(), torch.device("cpu")
+    blocks = build_run_blocks(config, build_model(config, 31, groups, cpu), cpu, groups)
+    states = [{"finished": torch.ones(5)}, MemoryError]
+    with (
+        mock.patch("megatron.optimizer.optimizer.state_in_memory", side_effect=states),
+        pytest.raises(MemoryError) as raised,
+    ):
+        Optimizer(blocks, config)
+    assert f"finished of {blocks[0].name}" in {each.label for each in live_tensors(cpu)}
+    del raised
+
+
 @pytest.mark.full
 def test_an_error_is_not_hidden_by_what_is_said_of_it(tmp_path):
     config = resolve(parse_arguments(TINY).config, 1, 31).config

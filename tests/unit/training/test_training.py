@@ -22,7 +22,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.data.loader import Source
 from megatron.model.layer import HeadLayer
-from megatron.training import loop, prepare, pretrain
+from megatron.training import evaluate, loop, prepare, pretrain
 from megatron.training import step as training_step
 from pretrain_gpt import main
 from tools import compare_runs
@@ -199,6 +199,28 @@ def test_a_signal_during_evaluation(tmp_path, monkeypatch, whole):
     assert run(tmp_path) == whole[1]
 
 
+def test_a_reason_to_exit_from_before_an_evaluation_remains(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, after=1))
+    run(tmp_path, "--exit-interval", 4)
+    assert "--exit-interval 4 reached: exiting at iteration 4" in capsys.readouterr().out
+
+
+def test_no_evaluation_begins_after_a_signal(tmp_path, monkeypatch):
+    """On a GPU too, which reads each exchange of requests one turn late."""
+    read_at_once = training_step.AsyncHostCopy.__init__
+
+    def read_late(self, parts):
+        read_at_once(self, parts)
+        self.is_here = False
+
+    monkeypatch.setattr(training_step.AsyncHostCopy, "__init__", read_late)
+    signalled = signalling(training_step.forward_backward, signal.SIGUSR1, after=4)
+    monkeypatch.setattr(training_step, "forward_backward", signalled)
+    monkeypatch.setattr(evaluate, "run_micro_batches", None)
+    run(tmp_path, code=85)
+    assert newest(tmp_path) == "iter_0000004"
+
+
 def test_a_signal_during_skip_train(monkeypatch, capsys):
     """The documented exit code, a message that claims no save, and no result."""
     monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGTERM, after=1))
@@ -311,8 +333,10 @@ def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
     full_at(12)
     run(tmp_path / "b", "--save-interval", 4, code=1)
     assert newest(tmp_path / "b") == "iter_0000008"
+    assert "training is complete: exiting" in capsys.readouterr().out
     full_at(5)
     run(tmp_path / "c", "--exit-interval", 5, code=1)
+    assert "--exit-interval 5 reached, but the last save failed: ex" in capsys.readouterr().out
 
 
 def test_optimizer_state_that_is_not_there(tmp_path, capsys):
