@@ -398,8 +398,9 @@ OTHERS = (
 @operator("flash_attention", schema=f"(Tensor[] qkv, {OTHERS}) -> (Tensor, Tensor)")
 def _flash_attention(qkv: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
     mask, options, backend = _parsed(others)
+    q, k, v = by_key_head(qkv)
     compute = forward if backend == "triton" else load_candidate(backend).forward
-    return compute(*by_key_head(qkv), mask, options)
+    return compute(q, k, v, mask, options)
 
 
 _flash_attention.register_fake(lambda qkv, *_: outputs(by_key_head(qkv)[0]))
