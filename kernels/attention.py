@@ -497,7 +497,7 @@ def flash_attention(
         mask = attention_mask(s, t, window=..., document_starts=...)
         out, lse = flash_attention(qkv, scale=d**-0.5, mask=mask)
 
-    Raises UserError where dq cannot be added up atomically. Candidates are deterministic always.
+    Raises UserError if deterministic=False is not supported. Candidates are always deterministic.
     """
     options = Options(**fields)
     if not options.deterministic and backend == "triton":

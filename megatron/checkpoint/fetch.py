@@ -88,7 +88,7 @@ class Fetcher:
                     if not ahead:
                         return
 
-                    # The next one is in its buffer, but for what the one before has of it.
+                    # The next run is in its buffer, but for chunks shared with the one before.
                     ahead[0].done.result()
                     run = ahead.popleft()
                     self.bytes_read += run.stop - run.first - run.shared

@@ -144,7 +144,7 @@ class Index:
             self._take(known)
             return
 
-        # The manifest, then tables and headers of all shards, which it has the digests of.
+        # The manifest, then digest tables and headers of all shards, verified from it.
         self.manifest: JsonObject = read_manifest(self.path) if manifest is None else manifest
         records = self.manifest["shards"]
 
@@ -154,8 +154,8 @@ class Index:
         step = 4 * OPEN_THREADS  # headers in memory
         with ThreadPoolExecutor(OPEN_THREADS) as threads:
             for first in range(0, len(records), step):
-                some_shards = range(first, min(first + step, len(records)))
-                for number, head in zip(some_shards, threads.map(head_of, some_shards)):
+                batch = range(first, min(first + step, len(records)))
+                for number, head in zip(batch, threads.map(head_of, batch)):
                     self._add(number, *head)
         self._check_complete()
 

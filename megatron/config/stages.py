@@ -204,14 +204,13 @@ def _uneven(config: Config, first: int | None, last: int | None) -> tuple[int, .
     others = ranks - (first is not None) - (last is not None)
     rest = config.model.num_layers - (first or 0) - (last or 0)
     share, left = divmod(rest, others) if others else (0, rest)
-    numbers = [first or share, last or share, *[share] * (others > 0)]
-    is_whole = left == 0 and min(numbers) > 0
-    if not is_whole or any(number % virtual for number in numbers):
+    counts = [first or share, *[share] * (ranks - 2), last or share]
+    is_whole = left == 0 and min(counts) > 0
+    if not is_whole or any(count % virtual for count in counts):
         given = [f"@{field}" for field in UNEVEN if getattr(config.distributed, field) is not None]
         raise UserError(
             f"{' and '.join(given)}: leave {rest} of @num_layers to {others} other pipeline "
             "rank(s), which must share them evenly, all divisible by "
             f"@num_virtual_stages_per_pipeline_rank; change the numbers, or give {_instead(config)}"
         )
-    counts = [first or share, *[share] * (ranks - 2), last or share]
     return tuple(counts[rank] // virtual for rank in placement_of(config))

@@ -159,7 +159,7 @@ def fp8(run: RunView) -> Faults:
         return
     model, precision = run.config.model, run.config.precision
     wide = wide_linears(model, precision)
-    multiple = BLOCK if run.fp8_recipe == "blockwise" else MULTIPLE
+    unit = BLOCK if run.fp8_recipe == "blockwise" else MULTIPLE
     if not wide:
         widest = max(min(each.outputs, each.inputs) for each in linear_shapes(model))
         yield (
@@ -174,10 +174,10 @@ def fp8(run: RunView) -> Faults:
         )
     for each in wide:
         for size, what in zip(each.on_rank(run.tp), ("outputs", "inputs"), strict=True):
-            if size % multiple:
+            if size % unit:
                 yield (
                     f"@fp8_format: {each.name} has {size} {what} on each tensor-parallel rank, and "
-                    f"@fp8_recipe needs a multiple of {multiple}; change "
+                    f"@fp8_recipe needs a multiple of {unit}; change "
                     "--tensor-model-parallel-size or the width"
                 )
     if run.num_query_groups < run.tp and any(each.name == "attention.qkv" for each in wide):
@@ -187,10 +187,10 @@ def fp8(run: RunView) -> Faults:
             f"at most --tensor-model-parallel-size {run.num_query_groups}"
         )
     if run.fp8_wgrad and run.fp8_recipe != "rowwise":
-        yield from _fp8_tokens(run, multiple)
+        yield from _fp8_tokens(run, unit)
 
 
-def _fp8_tokens(run: RunView, multiple: int) -> Faults:
+def _fp8_tokens(run: RunView, unit: int) -> Faults:
     """Weight gradients sum over tokens, those of a piece of --tiled-mlp with sequence parallelism
     gathered from the ranks.
     """
@@ -200,12 +200,12 @@ def _fp8_tokens(run: RunView, multiple: int) -> Faults:
     tokens = run.seq_length // run.cp // pieces * run.micro_batch_size
     where = "a piece of @tiled_mlp" if pieces > 1 else "a micro-batch"
     is_gathered = pieces > 1 and run.sequence_parallel and run.fp8_recipe == "blockwise"
-    if is_gathered and tokens % multiple == 0:
+    if is_gathered and tokens % unit == 0:
         tokens //= run.tp
         where += " from each rank of --sequence-parallel"
-    if tokens % multiple:
+    if tokens % unit:
         yield (
-            f"@fp8_format: {where} of {tokens} tokens is no multiple of {multiple}, which "
+            f"@fp8_format: {where} of {tokens} tokens is no multiple of {unit}, which "
             "@fp8_recipe needs for weight gradients; change --seq-length, --micro-batch-size or "
             "--tiled-mlp, or set --no-fp8-wgrad"
         )

@@ -101,17 +101,18 @@ class Source:
         sample = np.arange(first_sample, first_sample + count, dtype=np.int64)
         windows = self.reader.windows(sample)
         tokens, labels = windows[:, :-1], windows[:, 1:]
-        positions = np.broadcast_to(np.arange(self.config.seq_length), tokens.shape)
-        # an end-of-document token belongs to its document; the next position begins one
-        starts = np.zeros(tokens.shape, np.int64)
-        starts[:, 1:] = np.where(tokens[:, :-1] == self.eod, positions[:, 1:], 0)
-        starts = np.maximum.accumulate(starts, axis=1)
         config = self.config
-        mask = tokens != self.eod if config.eod_mask_loss else np.ones(tokens.shape)
+        positions = np.broadcast_to(np.arange(config.seq_length), tokens.shape)
+        starts = np.zeros(tokens.shape, np.int64)
+        if config.reset_position_ids or config.reset_attention_mask:
+            # an end-of-document token belongs to its document; the next position begins one
+            starts[:, 1:] = np.where(tokens[:, :-1] == self.eod, positions[:, 1:], 0)
+            starts = np.maximum.accumulate(starts, axis=1)
+        mask = tokens != self.eod if config.eod_mask_loss else np.ones(tokens.shape, np.float32)
         arrays = {
             "tokens": tokens,
             "labels": labels,
-            "loss_mask": mask.astype(np.float32),
+            "loss_mask": mask.astype(np.float32, copy=False),
             "position_ids": positions - starts if config.reset_position_ids else positions,
             "sample_ids": sample,
         }

@@ -30,7 +30,7 @@ HEARTBEAT_S = 2.0  # between two heartbeats of a rank
 OBSERVE_S = 2.5 * HEARTBEAT_S  # a living rank has a new heartbeat within this time
 STORE_TIMEOUT_S = 5.0
 SILENT_S = 30.0  # without a heartbeat, after which rank 0 warns
-LOGGED = math.inf  # in place of the time since which a rank is silent
+LOGGED = math.inf  # in place of the time of a rank's last report, once its silence is logged
 MAX_NAMED = 8  # ranks in one message
 MAX_CLONES = 256  # ranks of a job in which each has a second connection to the store
 MAX_OBSERVERS = 1024  # ranks of a job in which each looks at the others; else rank 0 alone
@@ -92,7 +92,7 @@ class Heartbeat(NamedTuple):
 
     @property
     def ended(self) -> bool:
-        return self.state.startswith("ended")
+        return self.state in (ENDED, ENDED_WAITING)
 
     def describe(self, rank: int, state: str) -> str:
         ago = f"{max(0.0, time.time() - self.seconds):.0f} s ago"

@@ -142,7 +142,7 @@ class StateFiles:
         return found if read else {kind: tensor.zero_() for kind, tensor in found.items()}
 
     def write(self, part: StatePart) -> None:
-        """The files get the part in use as it is now."""
+        """Start writing the part in use to the files."""
         slot = self.ring[part.number % SLOTS]
         _, kinds = slot.content
         slot.work.append(slot.thread.submit(self._move, slot, os.pwritev, part, kinds))

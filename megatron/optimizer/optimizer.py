@@ -167,7 +167,7 @@ class Optimizer:
 
     @cached_property
     def multipliers(self) -> set[Multipliers]:
-        """All that the tensors that are updated declare."""
+        """The distinct multipliers that trained tensors declare."""
         return {each for block in self.trained for _, each in block.layout.ranges}
 
     @cached_property

@@ -140,11 +140,10 @@ def message_needed(action: Action, placement: Sequence[int]) -> Message | None:
     there is none.
     """
     kind, stage, micro = action
-    is_forward = kind is Kind.FORWARD
-    source = stage - 1 if is_forward else stage + 1
-    if kind not in TRAVELLING or not _are_apart(stage, source, placement):
+    message = Message(Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, micro)
+    if kind not in TRAVELLING or not _are_apart(stage, message.source, placement):
         return None
-    return Message(Kind.FORWARD if is_forward else Kind.BACKWARD, stage, micro)
+    return message
 
 
 def message_made(action: Action, placement: Sequence[int]) -> Message | None:

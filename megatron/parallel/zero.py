@@ -153,8 +153,8 @@ class Zero:
     # ---- weights
 
     def all_gather_weights(self, block: Block) -> None:
-        """The weights that this rank updates have changed: where `gathers_updates`, send them to
-        the other ranks. The next pass that needs them waits for them.
+        """Start to send the weights that this rank has updated to the other ranks. The next pass
+        that needs them waits for them. Only where `gathers_updates`.
         """
         assert block not in self.gathering
         with self.on_stream(self.gather_stream):

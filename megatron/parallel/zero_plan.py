@@ -154,7 +154,7 @@ class _Walk:
         return calls
 
     def _whole_weights(self, layer: Layer, kind: Kind) -> Calls:
-        """Gathers before a pass (stage 3); below, weights of the last update are awaited once."""
+        """Gathers before a pass (stage 3), or one wait for updated weights (stages 0 to 2)."""
         zero, buffers = self.zero, self.planner.buffers_of[layer]
         if self.planner.reads_gathered(layer, kind):
             assert self.needs.popleft() == buffers
@@ -211,7 +211,7 @@ class _Walk:
         return bool(self.needs) and buffers in (self.needs[0], self._next_to(self.needs[0]))
 
     def _prefetch(self, buffers: Buffers, start: Callable[[Buffers], None]) -> Calls:
-        """Of what is gathered while a pass that reads these computes."""
+        """The call that gathers the next layer while a pass that reads these computes, if any."""
         other = self._next_to(buffers) if self.planner.overlap_gather else ()
         return [partial(start, other)] if other else []
 

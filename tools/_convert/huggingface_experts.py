@@ -81,7 +81,7 @@ def our_experts(family: Family, config: JsonObject, faults: list[str]) -> JsonOb
         if family.experts == "deepseek":
             return {}
         faults.append("mlp_only_layers or decoder_sparse_step: no layer has experts")
-        sparse = [True for _ in sparse]
+        sparse = [True] * len(sparse)
     same = SAME[family.experts or ""]
     fields: JsonObject = {
         "num_experts": _count(config, same["num_experts"]),
@@ -147,7 +147,7 @@ def _sparse_layers(family: Family, config: JsonObject) -> list[bool]:
         plain = config.get("mlp_only_layers") or []
         step = config.get("decoder_sparse_step", 1)
         return [i not in plain and (i + 1) % step == 0 for i in layers]
-    return [True for _ in layers]
+    return [True] * len(layers)
 
 
 def _is_softmax(family: Family) -> bool:

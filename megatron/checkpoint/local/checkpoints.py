@@ -564,8 +564,8 @@ def _second_copies(found: Found) -> list[Stream]:
 
 
 def _rebuilt(found: Found) -> list[Stream]:
-    """A missing shard and the block of the same place go to one node: that with the fewest other
-    files of the stripe, then of all.
+    """The missing files of each stripe. The shard and the block of one place go to the same node:
+    that with the fewest other files of the stripe, then of all.
     """
     streams = []
     load = [len(held) for held in found.held]

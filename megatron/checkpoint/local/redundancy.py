@@ -153,13 +153,12 @@ class Stripe:
 
     def lost(self, present: set[int]) -> set[int]:
         """Its shards that are neither among the files `present` nor can be made of them."""
-        blocks = {place: self.first + place for place in range(len(self.shards))}
         missing = {
             place: number
             for place, number in enumerate(self.shards)
             if number is not None and number not in present
         }
-        others = {block for place, block in blocks.items() if place not in missing}
+        others = {self.first + place for place in range(len(self.shards)) if place not in missing}
         return set() if len(missing) == 1 and others <= present else set(missing.values())
 
 

@@ -221,12 +221,12 @@ class CoreAttention(nn.Module):
             if backend in SDPA:
                 q, k, v = qkv
                 out = fused_attention(q, k, v, seen.mask, self.settings["scale"])
-            elif backend == "plain":
-                options = self._options(dropout_state, backend)
-                out, _ = attention_reference(*qkv, mask=seen.mask, **options)
             else:
                 options = self._options(dropout_state, backend)
-                out, _ = flash_attention(*qkv, mask=seen.mask, backend=backend, **options)
+                if backend == "plain":
+                    out, _ = attention_reference(*qkv, mask=seen.mask, **options)
+                else:
+                    out, _ = flash_attention(*qkv, mask=seen.mask, backend=backend, **options)
         if axis.size > 1:  # and back
             out = sequence_for_heads(out, axis)
         # [s, b, n, d] -> [s, b, n d]; latent attention fills values with zeros to the keys' width

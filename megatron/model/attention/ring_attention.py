@@ -128,10 +128,10 @@ class BlockAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) over this block alone; of rows that see none of its keys 0 and -inf."""
+        fields = vars(self.options)
         if self.backend == "plain":
-            return attention_reference(q, k, v, mask=mask, **vars(self.options))
+            return attention_reference(q, k, v, mask=mask, **fields)
         if self.backend != "sdpa":
-            fields = vars(self.options)
             return flash_attention(q, k, v, mask=mask, backend=self.backend, **fields)
 
         # on CPUs alone: on a GPU torch's kernels return no lse

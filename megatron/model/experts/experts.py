@@ -35,7 +35,7 @@ from megatron.model.spec import ParameterSpec, Shard, fuse, matrix, normal
 
 class RowCounts(NamedTuple):
     """How many rows each of E experts of this rank has: on the host, and where they end, [E] in
-    int32 on the device. None: nothing that GEMMs by this backend call needs them there.
+    int32 on the device. None where the GEMMs of this backend do not need them.
     """
 
     backend: str  # of --grouped-gemm-backend
