@@ -381,14 +381,9 @@ def measure(case: Case, tiny: bool) -> dict[str, Any]:
         times, more = take_steps(run, STEPS)
     run.exits.close()
     dist.destroy_process_group()
-    plan = rank_memories(run.config, run.tokenizer.vocab_size, case.ranks, device.type)[0]
-    on_host = 0 if cuda else plan.static["host"]  # a CPU's own memory
-    planned = plan.total + on_host
-    tokens = case.micro_batch * case.accumulation * run.config.data.seq_length
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "parameters": plan.parameters,
-        "tokens": tokens,
+        "tokens": case.micro_batch * case.accumulation * run.config.data.seq_length,
         "times": times,
         "milliseconds": statistics.median(times),
         "loss": more[-1].read().loss,
@@ -397,6 +392,17 @@ def measure(case: Case, tiny: bool) -> dict[str, Any]:
         "between_kinds": kinds | {"other": between - sum(kinds.values())},
         "peak": peak,
         "reserved": torch.cuda.max_memory_reserved() if cuda else None,
+        **planned_figures(run, case.ranks, device, peak),
+    }
+
+
+def planned_figures(run: Run, ranks: int, device: torch.device, peak: int) -> dict[str, Any]:
+    """The plan of the case, and its error against the measured peak in bytes."""
+    plan = rank_memories(run.config, run.tokenizer.vocab_size, ranks, device.type)[0]
+    on_host = plan.static["host"] if device.type == "cpu" else 0  # a CPU's own memory
+    planned = plan.total + on_host
+    return {
+        "parameters": plan.parameters,
         "planned_between": plan.resident - plan.static["gradients"] + on_host,
         "planned_kinds": {**plan.static, **plan.peak.bytes},
         "planned_peak": planned,
@@ -539,9 +545,8 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parts = list(
-        dict.fromkeys(case.part for case in cases(["stages", "users", "offload", "params", "more"]))
-    )
+    every_case = cases(["stages", "users", "offload", "params", "more"])
+    parts = [*dict.fromkeys(case.part for case in every_case)]
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--tiny", action="store_true", help="small shapes")
@@ -560,17 +565,13 @@ def main(argv: list[str]) -> int:
             result = {"failed": f"out of memory: {error}"}
         print("RESULT " + json.dumps(result), flush=True)
         return 0
-    if args.out is None or not (args.tiny or torch.cuda.is_available()):
-        print(
-            "error: "
-            + (
-                "--out FOLDER is missing"
-                if args.out is None
-                else f"torch {torch.__version__} sees no CUDA device; --tiny tries the tool "
-                "on a CPU"
-            ),
-            file=sys.stderr,
-        )
+    error = None
+    if args.out is None:
+        error = "--out FOLDER is missing"
+    elif not (args.tiny or torch.cuda.is_available()):
+        error = f"torch {torch.__version__} sees no CUDA device; --tiny tries the tool on a CPU"
+    if error is not None:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {
@@ -589,11 +590,9 @@ def main(argv: list[str]) -> int:
             f"{row['milliseconds']:.1f} ms"
         )
         print(f"{_what(row)}: {outcome}", flush=True)
-    text = (
-        ("Small shapes: these figures only try the tool.\n\n" if args.tiny else "")
-        + tables(document["rows"])
-        + "\n"
-    )
+    text = tables(document["rows"]) + "\n"
+    if args.tiny:
+        text = "Small shapes: these figures only try the tool.\n\n" + text
     (args.out / "zero_gpu.md").write_text(text)
     print("\n" + text, end="", flush=True)
     return int(all("failed" in row for row in document["rows"]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -38,6 +38,7 @@ from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.linear import wgrad_gemm
 from megatron.optimizer.optimizer import sum_of_squares as torch_sum
 
+Calls = dict[str, Callable[[], Any]]  # by implementation
 COPY_SHARE = 0.85  # of the copy's bandwidth: what the predictions of memory-bound operators assume
 # TFLOP/s of (head dimension, forward) that were expected from models of the hardware before
 # anything was measured.
@@ -172,45 +173,63 @@ def attention_case(
         q = q.flatten(2, 3)
     else:
         ours = q, k, v = tuple(random(s, b, n, d, dtype=bench.dtype) for _ in range(3))
-    systems = _attention_systems(bench.device, shape, mask)
     flops = 4.0 * b * n * s**2 * d / (2 if causal else 1)
-    expected = _attention_expected(q, k, v, causal)
-    forwards, backwards = {}, {}
-    for name, call in systems.items():
-        operands = ours if name.startswith("ours") else (q, k, v)
+    gluon_calls: dict[str, Calls] = {"forward": {}, "backward": {}}
+    if layouts:
+        gluon_calls = _gluon_calls(ours, dout, mask, layouts(d, s))
+    calls = _attention_calls(bench, shape, mask, ours, (q, k, v), dout)
+    for direction, systems in calls.items():
+        is_forward = direction == "forward"
+        work = flops if is_forward else 2.5 * flops
+        case = "attention", f"{direction}, {shape}"
+        predicted = 1e3 * work / EXPECTED[d, is_forward]
+        bench.measure(*case, systems, work, "FLOP", predicted, "attention", DETERMINISTIC)
+        # the candidate in Gluon, next to what trains
+        if gluon_calls[direction]:
+            rates = EXPECTED_GLUON if is_forward else EXPECTED_GLUON_BACKWARD
+            predicted = 1e3 * work / rates[d, causal]
+            bench.measure(*case, gluon_calls[direction], work, "FLOP", predicted)
+
+
+def _attention_calls(
+    bench: Any,
+    shape: AttentionShape,
+    mask: AttentionMask,
+    ours: tuple[Tensor, ...],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+) -> dict[str, Calls]:
+    """Calls by direction and implementation, whose outputs are checked first. `ours`: the operands
+    of our kernels, the fused projection or `qkv`.
+    """
+    expected = _attention_expected(*qkv, shape.causal)
+    calls: dict[str, Calls] = {"forward": {}, "backward": {}}
+    for name, call in _attention_systems(bench.device, shape, mask).items():
+        operands = ours if name.startswith("ours") else qkv
         inputs = [x.detach().requires_grad_() for x in operands]
         with bench.checking(f"attention forward {shape}", name, "attention"):
             out = call(*inputs)
             bench.check(out, expected)
             held = _held if name == DETERMINISTIC else lambda call: call
-            backwards[name] = held(
-                lambda out=out, inputs=inputs: torch.autograd.grad(
-                    out, inputs, dout, retain_graph=True
-                )
-            )
-            if "atomic" not in name:
-                forwards[name] = held(partial(call, *operands))
-    choice = {"operator": "attention", "rival": DETERMINISTIC}
-    # the candidate in Gluon, next to what trains
-    gluon_forwards, gluon_backwards = {}, {}
-    if layouts:
-        options = Options(d**-0.5)
-        for name, configuration in layouts(d, s).items():
-            gluon_forwards[name] = partial(
-                gluon.forward, *by_key_head(ours), mask, options, configuration
-            )
-        gluon_backwards["ours in Gluon"] = _gluon_backward(ours, dout, mask)
-    for is_forward, calls, in_gluon, gluon_rates in (
-        (True, forwards, gluon_forwards, EXPECTED_GLUON),
-        (False, backwards, gluon_backwards, EXPECTED_GLUON_BACKWARD),
-    ):
-        work = flops if is_forward else 2.5 * flops
-        case = "attention", f"{'forward' if is_forward else 'backward'}, {shape}"
-        predicted = 1e3 * work / EXPECTED[d, is_forward]
-        bench.measure(*case, calls, work, "FLOP", predicted, **choice)
-        if in_gluon:
-            predicted = 1e3 * work / gluon_rates[d, causal]
-            bench.measure(*case, in_gluon, work, "FLOP", predicted)
+            backward = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+            calls["backward"][name] = held(backward)
+            if "atomic" not in name:  # it differs in the backward pass alone
+                calls["forward"][name] = held(partial(call, *operands))
+    return calls
+
+
+def _gluon_calls(
+    ours: tuple[Tensor, ...], dout: Tensor, mask: AttentionMask, configurations: Mapping[str, Any]
+) -> dict[str, Calls]:
+    """Calls of the candidate in Gluon by direction; one forward pass for each configuration."""
+    q, k, v = by_key_head(ours)
+    options = Options(dout.shape[-1] ** -0.5)
+    forwards: Calls = {
+        name: partial(gluon.forward, q, k, v, mask, options, configuration)
+        for name, configuration in configurations.items()
+    }
+    backward = _gluon_backward(ours, dout, mask)
+    return {"forward": forwards, "backward": {"ours in Gluon": backward}}
 
 
 def _attention_systems(
@@ -344,38 +363,44 @@ def experts(bench: Any) -> None:
     for title, (count, mean, o, i) in EXPERTS.items():
         if bench.tiny:
             mean, o, i = 24, 64, 32
-        numbers = [mean + (expert % 5 - 2) * mean // 8 for expert in range(count)]
-        ends = torch.tensor(numbers, device=bench.device).cumsum(0, dtype=torch.int32)
-        x, dy, weight = (
-            torch.randn(*shape, device=bench.device, dtype=bench.dtype)
-            for shape in ((sum(numbers), i), (sum(numbers), o), (count, o, i))
-        )
-        grad = torch.zeros(weight.shape, device=bench.device)
-        parts = list(zip(x.split(numbers), dy.split(numbers), weight, grad, strict=True))
-        out, dx = torch.empty_like(dy), torch.empty_like(x)
-        forward = {
-            "ours": partial(grouped_gemm, x, weight, ends, True),
-            "torch": partial(_each, [(a, w.t()) for a, _, w, _ in parts], out.split(numbers)),
-            "torch, grouped": partial(_grouped, x, weight.mT, ends),
-        }
-        backward = {
-            "ours": partial(grouped_gemm, dy, weight, ends, False),
-            "torch": partial(_each, [(b, w) for _, b, w, _ in parts], dx.split(numbers)),
-            "torch, grouped": partial(_grouped, dy, weight, ends),
-        }
-        weights = {
-            "ours": partial(grouped_weight_grad_, grad, dy, x, ends, False),
-            "torch": partial(_each_grad, parts),
-        }
-        work = 2.0 * sum(numbers) * o * i
+        rows = [mean + (expert % 5 - 2) * mean // 8 for expert in range(count)]
+        work = 2.0 * sum(rows) * o * i
         predicted = 1e3 * work / (EXPERT_SHARE * bench.limits["FLOP"])
-        passes = {"forward": forward, "input gradient": backward, "weight gradient": weights}
-        for what, systems in passes.items():
+        for what, systems in _expert_passes(bench, rows, o, i).items():
             case = f"{title}, {what}"
             with bench.checking(case, "ours", "grouped-gemm"):
                 if what != "weight gradient":
                     bench.check(systems["ours"](), systems["torch"]().float())
             bench.measure("experts", case, systems, work, "FLOP", predicted, "grouped-gemm")
+
+
+def _expert_passes(bench: Any, rows: list[int], o: int, i: int) -> dict[str, Calls]:
+    """Calls by pass and implementation: experts with `rows` each and weights [o, i]."""
+    random = partial(torch.randn, device=bench.device, dtype=bench.dtype)
+    x, dy, weight = random(sum(rows), i), random(sum(rows), o), random(len(rows), o, i)
+    grad = torch.zeros(weight.shape, device=bench.device)
+    out, dx = torch.empty_like(dy), torch.empty_like(x)
+    ends = torch.tensor(rows, device=bench.device).cumsum(0, dtype=torch.int32)
+    # of each expert, for the loop
+    parts = list(zip(x.split(rows), dy.split(rows), weight, grad, strict=True))
+    forwards = [(each_x, each_weight.t()) for each_x, _, each_weight, _ in parts]
+    backwards = [(each_dy, each_weight) for _, each_dy, each_weight, _ in parts]
+    return {
+        "forward": {
+            "ours": partial(grouped_gemm, x, weight, ends, True),
+            "torch": partial(_each, forwards, out.split(rows)),
+            "torch, grouped": partial(F.grouped_mm, x, weight.mT, offs=ends),
+        },
+        "input gradient": {
+            "ours": partial(grouped_gemm, dy, weight, ends, False),
+            "torch": partial(_each, backwards, dx.split(rows)),
+            "torch, grouped": partial(F.grouped_mm, dy, weight, offs=ends),
+        },
+        "weight gradient": {
+            "ours": partial(grouped_weight_grad_, grad, dy, x, ends, False),
+            "torch": partial(_each_grad, parts),
+        },
+    }
 
 
 def _each(operands: list[tuple[Tensor, Tensor]], outs: tuple[Tensor, ...]) -> Tensor:
@@ -389,10 +414,6 @@ def _each_grad(parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
     """A weight gradient for each expert, added as the layer adds it."""
     for x, dy, _, grad in parts:
         wgrad_gemm(dy, x, grad, False, False)
-
-
-def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return F.grouped_mm(x, weight, offs=ends)
 
 
 def memory(bench: Any) -> None:

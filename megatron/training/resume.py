@@ -425,6 +425,6 @@ def same_sums(theirs: Config, ours: Config, chunk: int) -> bool:
     one, other = (config.distributed.zero_stage for config in both)
     accumulates = any(config.training.global_batch_size > chunk for config in both)
     clips = any(config.optimizer.clip_grad > 0 for config in both)
-    return not (accumulates and (one < 2) != (other < 2)) and not (
-        clips and (one == 0) != (other == 0)
-    )
+    other_sums = accumulates and (one < 2) != (other < 2)
+    other_norm = clips and (one == 0) != (other == 0)
+    return not (other_sums or other_norm)
