@@ -89,14 +89,11 @@ class MatrixOptimizer(Optimizer):
         # What this rank updates of each matrix.
         own: dict[str, list[MatrixPart]] = defaultdict(list)
         tensors = self.states[block]
-        for (part, momentum), (_, weight), (_, gradient) in zip(
-            block.boxes(tensors[MOMENTUM]),
-            block.boxes(tensors[MASTER]),
-            block.boxes(block.grad_shard),
-            strict=True,
-        ):
-            views = part.view(momentum), part.view(weight), part.view(gradient)
-            own[part.name].append((part, *views))
+        buffers = tensors[MOMENTUM], tensors[MASTER], block.grad_shard
+        for held in zip(*map(block.boxes, buffers), strict=True):
+            part, _ = held[0]
+            momentum, weight, gradient = (part.view(view) for _, view in held)
+            own[part.name].append((part, momentum, weight, gradient))
         for entry in filter(of_matrices, block.entries):
             at = scalars[_multipliers_of(block, entry)]
             for box in entry.boxes:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.parallel.blocks import Block
+from megatron.parallel.blocks import Block, host_memory
 
 
 class HostSteps:
@@ -91,8 +91,7 @@ class _Pinned:
 
     def __init__(self, blocks: Sequence[Block]):
         size, first = max(block.own[1] - block.own[0] for block in blocks), blocks[0]
-        self.grad = torch.empty(size, dtype=first.grad_dtype, pin_memory=True)
-        self.weight = torch.empty(
-            0 if first.offloaded else size, dtype=first.weight.dtype, pin_memory=True
-        )
+        device = first.weight.device
+        self.grad = host_memory(size, first.grad_dtype, device)
+        self.weight = host_memory(0 if first.offloaded else size, first.weight.dtype, device)
         self.free: torch.cuda.Event | None = None  # once the weights have left

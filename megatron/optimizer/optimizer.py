@@ -70,9 +70,8 @@ class Optimizer:
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
         self.rule, self.host_rule = rules_of(self.config.optimizer)
         self.host = HostSteps(blocks)
-        self.waiting: set[Block] = set()  # for their step on the host
-        # of these, whose gradients are of no use to anybody else any more
-        self.used_up: set[Block] = set()
+        # blocks that wait for their step on the host: whether nothing else needs the gradient
+        self.waiting: dict[Block, bool] = {}
         # until the next step: they are counted when it is logged
         self.keeps_gradients = config.logging.log_num_zeros_in_grad
         dtypes = {name: self.rule.state_dtype(name, self.wide) for name in self.rule.state_names}
@@ -156,7 +155,7 @@ class Optimizer:
         """
         for block in self.trained:
             if block in self.waiting:
-                self.used_up.add(block)
+                self.waiting[block] = True
             elif block.grad is not None or block.summed is not None:
                 block.drop()
 
@@ -265,7 +264,8 @@ class Optimizer:
     def _defer_host_steps(self, scalars: Scalars) -> None:
         """Hand over the steps of blocks on the host."""
         assert not self.waiting, "a step on the host that no forward pass has asked for"
-        self.waiting = set(self.host.order)
+        # Kept for the count of zeros in a console line, unless the next step has begun.
+        self.waiting = dict.fromkeys(self.host.order, not self.keeps_gradients)
         # Gradients may cross to the host from here on; the scalars have to be there before the
         # first step.
         self.host.begin()
@@ -306,10 +306,7 @@ class Optimizer:
     def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor | None], None]) -> None:
         # Called by ZeRO when a forward pass comes near the block.
         self.host.step(block, update)
-        self.waiting.remove(block)
-        # Kept for the count of zeros in a console line, unless the next step has begun.
-        if block in self.used_up or not self.keeps_gradients:
-            self.used_up.discard(block)
+        if self.waiting.pop(block):
             block.drop()
 
     def weight_boxes(self) -> Iterator[tuple[Box, Tensor | FileTensor]]:

@@ -6,10 +6,8 @@ Called from optimizer/optimizer.py, segment by segment.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -45,9 +43,9 @@ class StepScalars(NamedTuple):
 class Implementation:
     """One way to compute an update rule.
 
-    `step` takes the flags of the optimizer, and of a piece the master weights, the gradient and the
-    states in the master's precision, then StepScalars. With `takes_segments` it takes whole
-    segments in their own precisions, and the rounded weights before the scalars.
+    `step` takes the flags of the optimizer and the master weights of a piece, and by name the
+    gradient `grad` and the states, all in the master's precision, and StepScalars `at`. With
+    `takes_segments` it takes whole segments in their own precisions, and the rounded weights `out`.
     """
 
     step: Callable[..., None]
@@ -57,20 +55,15 @@ class Implementation:
     on_host: str | None = None  # the implementation for state in host memory, if it is another
 
 
-@dataclass(frozen=True)
 class UpdateRule:
-    """How one step changes parameters; `state_names` are the buffers it keeps of each block."""
+    """How one step changes parameters, by a named implementation of RULES; `state_names` are the
+    buffers it keeps of each block.
+    """
 
-    config: OptimizerConfig
-    implementation_name: str  # a key of RULES[config.optimizer]
-
-    @cached_property
-    def implementation(self) -> Implementation:
-        return RULES[self.config.optimizer][self.implementation_name]
-
-    @cached_property
-    def state_names(self) -> tuple[str, ...]:
-        return tuple(OPTIMIZERS[self.config.optimizer].states)
+    def __init__(self, config: OptimizerConfig, implementation: str):
+        self.config = config
+        self.implementation = RULES[config.optimizer][implementation]
+        self.state_names = tuple(OPTIMIZERS[config.optimizer].states)
 
     def state_dtype(self, name: str, wide: torch.dtype) -> torch.dtype:
         """What a buffer is stored in; `wide` is the precision of master weights.
@@ -96,11 +89,9 @@ class UpdateRule:
         Narrower tensors are widened piece by piece; `grad` is undefined afterwards. The caller
         advances the step count.
         """
-        # Next to the master weights, in the order of the kernel's arguments.
-        stored = [grad, *(states[name] for name in self.state_names)]
         implementation = self.implementation
         if implementation.takes_segments:
-            implementation.step(self.config, master, *stored, out, at)
+            implementation.step(self.config, master, grad=grad, **states, out=out, at=at)
             return
 
         # A kernel that divides the gradient by a scalar saves one pass over it.
@@ -108,28 +99,27 @@ class UpdateRule:
 
         # Update piece by piece, so that what is widened stays in cache.
         size = PIECE_CUDA if master.is_cuda else PIECE
-        narrow = sum(buffer.dtype != master.dtype for buffer in stored)
+        stored = {"grad": grad, **states}
+        narrow = [name for name, buffer in stored.items() if buffer.dtype != master.dtype]
         # one allocation: the C library would trim several, step by step
-        scratch = master.new_empty(narrow, min(size, master.numel()))
+        scratch = master.new_empty(len(narrow), min(size, master.numel()))
         for start in range(0, master.numel(), size):
             part = slice(start, start + size)
             weight = master[part]
-            pieces = [buffer[part] for buffer in stored]
+            pieces = {name: buffer[part] for name, buffer in stored.items()}
             # in the master's precision, whatever the others are stored in
-            rooms = iter(scratch)
-            wide = [
-                piece if piece.dtype == master.dtype else next(rooms)[: piece.numel()].copy_(piece)
-                for piece in pieces
-            ]
+            wide = dict(pieces)
+            for name, room in zip(narrow, scratch):
+                wide[name] = room[: weight.numel()].copy_(pieces[name])
             if not is_scaled:
-                wide[0].mul_(at.coefficient)
-            implementation.step(self.config, weight, *wide, at)
+                wide["grad"].mul_(at.coefficient)
+            implementation.step(self.config, weight, **wide, at=at)
             if out is not None:
                 out[part].copy_(weight)
             # the states are rounded back; the gradient is of no use any more
-            for piece, value in zip(pieces[1:], wide[1:]):
-                if value is not piece:
-                    piece.copy_(value)
+            for name in narrow:
+                if name != "grad":
+                    pieces[name].copy_(wide[name])
 
 
 # ---------------------------------------------------------------- rules
@@ -237,34 +227,19 @@ def rules_of(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
     field = OPTIMIZERS[config.optimizer].implementation
     name = next(iter(RULES[config.optimizer])) if field is None else getattr(config, field)
     rule = UpdateRule(config, name)
-    on_host = rule.implementation.on_host
-    return rule, rule if on_host is None else replace(rule, implementation_name=on_host)
+    return rule, UpdateRule(config, rule.implementation.on_host or name)
 
 
 def check_tables() -> None:
-    """Raises KeyError for an entry of OPTIMIZERS or RULES that the other table lacks, and TypeError
-    for an implementation that does not take the states of its rule.
-    """
+    """Raises KeyError for an entry of OPTIMIZERS or RULES that the other table lacks."""
     # A flag's choice without a rule would fail in the first step, a rule without a choice never
     # run.
-    if incomplete := sorted(OPTIMIZERS.keys() ^ RULES.keys()):
-        raise KeyError(
-            f"--optimizer {incomplete[0]}: needs an entry in config/groups.py and an "
-            "implementation in optimizer/update.py"
-        )
-    for optimizer, implementations in RULES.items():
-        states = list(OPTIMIZERS[optimizer].states)
-        if not implementations:
-            raise KeyError(f"--optimizer {optimizer}: has no implementation in optimizer/update.py")
-        for name, implementation in implementations.items():
-            # A state that is passed by position to the wrong parameter would train without an
-            # error.
-            takes = list(inspect.signature(implementation.step).parameters)
-            if takes[3 : 3 + len(states)] != states:
-                raise TypeError(
-                    f"--optimizer {optimizer}: {name} must take the states {', '.join(states)} "
-                    "behind the flags, the weights and the gradient"
-                )
+    for name in sorted(OPTIMIZERS.keys() | RULES.keys()):
+        if name not in OPTIMIZERS or not RULES.get(name):
+            raise KeyError(
+                f"--optimizer {name}: needs an entry in config/groups.py and an implementation in "
+                "optimizer/update.py"
+            )
 
 
 check_tables()

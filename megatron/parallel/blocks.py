@@ -414,6 +414,13 @@ def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+def device_streams(device: torch.device) -> Any:
+    """The module of torch that has the device's streams and events; those of a CPU, where work is
+    over when its call returns, do nothing.
+    """
+    return torch.cuda if device.type == "cuda" else torch.cpu
+
+
 def padded(elements: int, parts: int = 1) -> int:
     """Elements of a tensor, or of a block of `parts` equal slices, on the grid."""
     return -(-elements // (ALIGNMENT * parts)) * ALIGNMENT * parts
@@ -522,30 +529,28 @@ def build_blocks(
     on_host = on_host_of(sizes, fraction)
 
     # 2. The buffers.
-    wide, stage = accumulation_dtype(model.dtype), distributed.zero_stage
+    wide = accumulation_dtype(model.dtype)
     grad_dtype = model.dtype if optimizer.main_grads_dtype == "bf16" else wide
     has_files = optimizer.optimizer_nvme_offload is not None
-    offloads = stage == 3 and optimizer.param_cpu_offload
     blocks = []
     for (layout, parameters), train, host in zip(layouts, trained, on_host):
-        sharers = groups.buffers[layout.group]
+        dtype, stage = model.dtype, distributed.zero_stage
         if layout.group == UNTRAINED:
-            blocks.append(make(layout, parameters, wide, device, sharers, 0, None))
-            continue
-        blocks.append(
-            make(
-                layout,
-                parameters,
-                model.dtype,
-                device,
-                sharers,
-                stage,
-                grad_dtype if train else None,
-                host,
-                host and has_files,
-                offloads and (host or not train),
-            )
+            dtype, stage = wide, 0
+        offloaded = optimizer.param_cpu_offload and stage == 3 and (host or not train)
+        block = make(
+            layout,
+            parameters,
+            dtype,
+            device,
+            groups.buffers[layout.group],
+            stage,
+            grad_dtype if train else None,
+            host,
+            host and has_files,
+            offloaded,
         )
+        blocks.append(block)
     return blocks
 
 

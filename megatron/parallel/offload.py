@@ -15,8 +15,8 @@ run on a GPU. s sequence, b batch, h hidden.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from megatron.distributed.groups import ALONE, Axis
 from megatron.model.layer import Layer, MicroBatch
 from megatron.model.linear import WeightGrad
 from megatron.model.recompute_context import OffloadableTensor
+from megatron.parallel.blocks import device_streams, host_memory
 from megatron.parallel.graphs import tensors_of
 from megatron.parallel.layer_runner import Inputs, LayerRunner, Pass, Saved
 from megatron.parallel.pipeline import Pipeline, StepSums
@@ -46,10 +47,6 @@ class Route:
         self.leaves = [False] * len(passes)
         # one more than passes, so that `_begin` can look ahead of the last
         self.reads: list[Key | None] = [None] * (len(passes) + 1)
-        # How many passes of transformer layers precede each pass: the time that copies have.
-        before = [0]
-        for layer, *_ in passes:
-            before.append(before[-1] + layer.recomputes)
         # Pair each forward pass with the pass that reads what it keeps.
         forwards: dict[Key, int] = {}
         for index, (layer, kind, micro) in enumerate(passes):
@@ -60,19 +57,20 @@ class Route:
                 forward = forwards.pop(key)
                 # freed after the next pass, and fetched before the last
                 is_away = index > forward + 2
-                if is_away and before[index] > before[self._end(forward)]:
+                if is_away and self._has_time(forward, index):
                     self.leaves[forward] = True
                     self.reads[index] = key
 
-    def _end(self, forward: int) -> int:
-        """Behind the forward passes that need nothing of their own for their backward passes."""
-        micro = self.passes[forward][2]
-        for end in range(forward + 1, len(self.passes)):
-            layer, kind, other = self.passes[end]
-            again = layer.recompute.whole and not layer.recompute.first
-            if not (again and kind is Kind.FORWARD and other == micro):
-                return end
-        return len(self.passes)
+    def _has_time(self, forward: int, index: int) -> bool:
+        """Whether a pass of a transformer layer comes in between; forward passes of the same group
+        do not count, which is rebuilt as one.
+        """
+        _, _, micro = self.passes[forward]
+        for layer, kind, other in map(self.passes.__getitem__, range(forward + 1, index)):
+            is_first = layer.recompute.first or not layer.recompute.whole
+            if layer.recomputes and (is_first or kind is not Kind.FORWARD or other != micro):
+                return True
+        return False
 
 
 Buffer = TypeVar("Buffer")
@@ -83,37 +81,35 @@ class HostPool(Generic[Buffer]):
 
     def __init__(self, make: Callable[[int], Buffer]):
         self.make = make
-        self.free: dict[int, list[Buffer]] = {}
+        self.free: defaultdict[int, list[Buffer]] = defaultdict(list)
         self.made: list[int] = []  # their bytes
 
     def take(self, size: int) -> Buffer:
         """A buffer of `size` bytes."""
-        free = self.free.get(size)
-        if free:
-            return free.pop(0)
+        if self.free[size]:
+            return self.free[size].pop(0)
         self.made.append(size)
         return self.make(size)
 
     def give(self, size: int, buffer: Buffer) -> None:
         """Take it back for the next one who asks."""
-        self.free.setdefault(size, []).append(buffer)
+        self.free[size].append(buffer)
 
     def pinned(self, device: str) -> int:
         """Bytes of host memory in all: for a `cuda` device torch takes powers of two."""
         return sum(1 << (size - 1).bit_length() if device == "cuda" else size for size in self.made)
 
 
-def host_buffer(size: int, device: torch.device) -> Tensor:
-    """Memory of the host [bytes] that a GPU reads and writes by itself."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+class HostBuffer(NamedTuple):
+    """A buffer on the host [bytes], and the event after which it may be written again."""
+
+    memory: Tensor
+    read: Any
 
 
-class HostBuffer:
-    """A buffer on the host [bytes], and when it may be written again."""
-
-    def __init__(self, size: int, device: torch.device):
-        self.memory = host_buffer(size, device)
-        self.read: torch.cuda.Event | None = None  # the last copy out of it is over
+def host_buffer(device: torch.device, size: int) -> HostBuffer:
+    """A new one; nothing waits for an event that was never recorded."""
+    return HostBuffer(host_memory(size, torch.uint8, device), device_streams(device).Event())
 
 
 class Storage:
@@ -138,36 +134,19 @@ class Storage:
 
 
 class Departed(NamedTuple):
-    """What one forward pass has sent to the host."""
+    """What one forward pass has sent to the host, and the event after the copies."""
 
     storages: list[Storage]
-    over: Any  # the event after the copies
-
-
-class NoStream:
-    """A CPU's: work is over when its call returns."""
-
-    def wait_stream(self, stream: NoStream) -> None:
-        """Do nothing."""
-
-    def wait_event(self, event: None) -> None:
-        """Do nothing."""
-
-    def record_event(self) -> None:
-        """Do nothing."""
+    over: Any
 
 
 class HostCopies:
     """Carries out the copies: one stream for each way, and the buffers."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.pool = HostPool(lambda size: HostBuffer(size, device))
-        on_gpu = device.type == "cuda"
-        self.leaving: Any = torch.cuda.Stream(device) if on_gpu else NoStream()
-        self.returning: Any = torch.cuda.Stream(device) if on_gpu else NoStream()
-        self.on_stream: Callable[..., Any] = torch.cuda.stream if on_gpu else nullcontext
-        self.current: Callable[[], Any] = torch.cuda.current_stream if on_gpu else NoStream
+        self.device, self.streams = device, device_streams(device)
+        self.pool = HostPool(functools.partial(host_buffer, device))
+        self.leaving, self.returning = self.streams.Stream(), self.streams.Stream()
 
     def send(self, storages: list[Storage]) -> Departed:
         """Copy storages that the current stream has written. They stay until `let_go`."""
@@ -177,20 +156,20 @@ class HostCopies:
             storage.buffer = self.pool.take(storage.size)
         # The copies read what the pass has written, and write where an earlier copy back may still
         # read.
-        self.leaving.wait_stream(self.current())
-        with self.on_stream(self.leaving):
+        self.leaving.wait_stream(self.streams.current_stream())
+        with self.streams.stream(self.leaving):
             for storage in storages:
-                if storage.buffer.read is not None:
-                    self.leaving.wait_event(storage.buffer.read)
+                memory, read = storage.buffer
+                self.leaving.wait_event(read)
                 # pinned memory: the copy does not block the host
-                storage.buffer.memory.view(storage.dtype).copy_(storage.tensor, non_blocking=True)
+                memory.view(storage.dtype).copy_(storage.tensor, non_blocking=True)
             return Departed(storages, self.leaving.record_event())
 
     def let_go(self, departed: Departed) -> None:
         """Free storages of the device that have been sent: what the current stream does next may
         write into their memory.
         """
-        self.current().wait_event(departed.over)
+        self.streams.current_stream().wait_event(departed.over)
         for storage in departed.storages:
             storage.tensor = None
 
@@ -200,19 +179,19 @@ class HostCopies:
         # until now.
         for storage in departed.storages:
             storage.tensor = torch.empty(storage.elements, dtype=storage.dtype, device=self.device)
-        self.returning.wait_stream(self.current())
+        self.returning.wait_stream(self.streams.current_stream())
         self.returning.wait_event(departed.over)
-        with self.on_stream(self.returning):
+        with self.streams.stream(self.returning):
             for storage in departed.storages:
-                buffer, storage.buffer = storage.buffer, None
-                storage.tensor.copy_(buffer.memory.view(storage.dtype), non_blocking=True)
-                buffer.read = self.returning.record_event()
-                self.pool.give(storage.size, buffer)
+                memory, storage.buffer = storage.buffer.memory, None
+                storage.tensor.copy_(memory.view(storage.dtype), non_blocking=True)
+                read = self.returning.record_event()
+                self.pool.give(storage.size, HostBuffer(memory, read))
             return self.returning.record_event()
 
     def arrive(self, event: Any) -> None:
         """What the current stream does next may read what was fetched."""
-        self.current().wait_event(event)
+        self.streams.current_stream().wait_event(event)
 
 
 class _LayerInput(torch.autograd.Function):
@@ -246,14 +225,14 @@ class OffloadingRunner(LayerRunner):
         self.copies = HostCopies(device)
         self.route, self.at = Route(()), -1  # of this step; the pass that runs
         self.away: dict[Key, Departed] = {}
-        self.coming: dict[Key, Any] = {}  # the events of what has been fetched
+        self.fetched: Any = None  # the event after the last copies back
         self.going: Departed | None = None  # still on the device, too
         self.one: Tensor | None = None  # element, the memory of all leaves
 
     def prepare_passes(self, route: Route) -> None:
         """Before a step, or an evaluation, whose passes take this route."""
         self.route, self.at = route, -1
-        assert not self.away and not self.coming, "an offloaded tensor was never read"
+        assert not self.away, "an offloaded tensor was never read"
 
     def forward(
         self,
@@ -311,12 +290,13 @@ class OffloadingRunner(LayerRunner):
         """Before a pass: what it reads has come, and what the next one reads is on its way."""
         self.at += 1
         key, next_key = self.route.reads[self.at : self.at + 2]
+        arriving = self.fetched
         # Fetch for the next pass before this one is queued: the copy runs during this pass.
         if next_key is not None:
-            self.coming[next_key] = self.copies.fetch(self.away.pop(next_key))
+            self.fetched = self.copies.fetch(self.away.pop(next_key))
         # The copy back was started one pass ago; the stream waits for it, not the host.
         if key is not None:
-            self.copies.arrive(self.coming.pop(key))
+            self.copies.arrive(arriving)
 
     def _end(self, departed: Departed | None = None) -> None:
         """After a pass, which has sent this: what the pass before has sent leaves the device."""
@@ -348,9 +328,9 @@ class OffloadingRunner(LayerRunner):
         """
         # Weights and the micro-batch are needed by other passes and stay on the device.
         staying = storages_of(tensors_of(micro)) | storages_of(layer.parameters())
-        of_storage: dict[int, list[OffloadableTensor]] = {}
+        of_storage: defaultdict[int, list[OffloadableTensor]] = defaultdict(list)
         for each in parked:
-            of_storage.setdefault(_storage_of(each.tensor), []).append(each)
+            of_storage[_storage_of(each.tensor)].append(each)
         found = []
         for key, sharing in of_storage.items():
             tensor = sharing[0].tensor

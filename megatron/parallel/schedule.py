@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron.config.schedules import SCHEDULES, place
 
 
@@ -328,17 +330,6 @@ def _one_forward_one_backward(
     return orders
 
 
-def _even_groups(micro_batches: int, count: int) -> list[range]:
-    """Micro-batches in `count` groups, as even as can be, the larger ones first."""
-    size, larger = divmod(micro_batches, count)
-    groups, start = [], 0
-    for group in range(count):
-        stop = start + size + (group < larger)
-        groups.append(range(start, stop))
-        start = stop
-    return groups
-
-
 def _interleaved(
     ranks: int, virtual: int, micro_batches: int, pairs: bool = False
 ) -> list[list[Action]]:
@@ -351,7 +342,8 @@ def _interleaved(
     one more.
     """
     # Each group of micro-batches passes through all turns of the ring before the next group starts.
-    groups = _even_groups(micro_batches, max(micro_batches // ranks, 1))
+    count = max(micro_batches // ranks, 1)
+    groups = [group.tolist() for group in np.array_split(range(micro_batches), count)]
     stages = [turn * ranks for turn in range(virtual)]  # the first of each turn
     forward = [(first, micro) for group in groups for first in stages for micro in group]
     backward = [(first, micro) for group in groups for first in reversed(stages) for micro in group]

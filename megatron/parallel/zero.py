@@ -26,7 +26,7 @@ from megatron.distributed.collectives import (
 )
 from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
-from megatron.parallel.blocks import Block
+from megatron.parallel.blocks import Block, device_streams
 from megatron.parallel.zero_plan import Buffers, ZeroPlanner
 
 
@@ -76,14 +76,9 @@ class Zero:
         return largest * max((dtype.itemsize for dtype in dtypes), default=0) // 2
 
     def _make_streams(self, device: torch.device) -> None:
-        """Side streams for gathers and reductions; on a CPU what is theirs runs at once."""
-        self.gather_stream = self.reduce_stream = None
-        self.on_stream: Callable[[Any], contextlib.AbstractContextManager[Any]]
-        self.on_stream = contextlib.nullcontext
-        if device.type == "cuda":
-            self.gather_stream = torch.cuda.Stream(device)
-            self.reduce_stream = torch.cuda.Stream(device)
-            self.on_stream = self._on_stream
+        """Side streams for gathers and reductions, so that no wait holds up the passes."""
+        self.streams = device_streams(device)
+        self.gather_stream, self.reduce_stream = self.streams.Stream(), self.streams.Stream()
 
     # ---- around passes
 
@@ -133,8 +128,7 @@ class Zero:
                     if whole.dtype != block.grad.dtype:
                         block.grad.copy_(whole)
                 self.returning = []
-            if self.reduce_stream is not None:
-                torch.cuda.current_stream().wait_stream(self.reduce_stream)
+            self.streams.current_stream().wait_stream(self.reduce_stream)
             self.spent = []
         if self.has_copies:
             sum_copies(self.trained)
@@ -181,8 +175,8 @@ class Zero:
         if block in self.gathering:
             self.gathering.pop(block).wait()
             # nothing was sent: it is the copy from the host that is awaited
-            if self.gather_stream is not None and block.groups.shard.size == 1:
-                torch.cuda.current_stream().wait_stream(self.gather_stream)
+            if block.groups.shard.size == 1:
+                self.streams.current_stream().wait_stream(self.gather_stream)
 
     def start_gathers(self, buffers: Sequence[Block]) -> None:
         """Start to make weights whole, if they are not."""
@@ -219,7 +213,7 @@ class Zero:
     def _free_spent(self) -> None:
         """Free the gradient buffers that have been reduced."""
         for _, event in self.spent:
-            torch.cuda.current_stream().wait_event(event)
+            self.streams.current_stream().wait_event(event)
         self.spent = []
 
     def _reduce_complete(self, block: Block) -> None:
@@ -255,16 +249,15 @@ class Zero:
             )
         elif self.zero_stage >= 2:
             block.summed = slice_ if block.summed is None else block.summed.add_(slice_)
-            if self.reduce_stream is not None:
-                self.spent.append((grad, self.reduce_stream.record_event()))
+            event = self.reduce_stream.record_event()
+            if event is not None:  # on a CPU the reduction is over
+                self.spent.append((grad, event))
 
     @contextlib.contextmanager
-    def _on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """In the order of a side stream, after all that is queued now, so that no wait holds up the
-        passes.
-        """
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        """In the order of a side stream, after all that is queued now."""
+        stream.wait_stream(self.streams.current_stream())
+        with self.streams.stream(stream):
             yield
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,6 +69,35 @@ def patterns_differ(expected: list[Step], found: list[Step]) -> list[str]:
         for steps in (expected, found)
     )
     return [f"skipped steps: {b}, in one process {a}"] if a != b else []
+
+
+def bits_off(
+    found: list[Outcome],
+    expected: list[Outcome],
+    *,
+    norms: float | None = None,
+    evaluations: int = 0,
+) -> list[str]:
+    """Where two runs have other bits: losses, the last `evaluations` (0: all), gradients of step 1,
+    final weights. `norms`: relative error that gradient norms may have; None: any.
+    """
+    faults: list[str] = []
+    for part in ("gradients", "weights"):
+        ours, theirs = (gather(ranks, part, faults) for ranks in (found, expected))
+        shared = ours.keys() & theirs.keys()
+        off = {name for name in shared if not torch.equal(ours[name], theirs[name])}
+        faults += [f"{part} of {name}" for name in sorted(off | ours.keys() ^ theirs.keys())]
+    one, other = found[0], expected[0]
+    for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=True), 1):
+        if repr(replace(a, grad_norm=0.0)) != repr(replace(b, grad_norm=0.0)):
+            faults.append(f"step {number}: {a} and {b}")
+        pair = a.grad_norm, b.grad_norm
+        same = norms is None or math.isclose(*pair, rel_tol=norms) or repr(pair[0]) == repr(pair[1])
+        if not same:
+            faults.append(f"step {number}: gradient norms {pair}")
+    if repr(one.evaluations[-evaluations:]) != repr(other.evaluations[-evaluations:]):
+        faults.append("evaluations")
+    return faults
 
 
 # ---- float64

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
 from megatron.tools._advisor import PlanningAdvisor
 from mutation import Mutant
+from own_run import exit_code, replaced
 from torch import Tensor, nn
 from unit.parallel.recorded import RecordedGraph
 
-from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
 from megatron.model import compile
 from megatron.model import loss as loss_module
@@ -107,26 +107,25 @@ def run_case(
 
     real_track = Tracker.log
     loop_train, real_update, real_evaluate = loop.train, step.update, loop.evaluate
+    changes: list[tuple[Any, str, Any]] = [
+        (pretrain, "train", train),
+        (banner, "git_state", lambda root: None),
+        (step, "update", update),
+        (loop, "evaluate", evaluate),
+        (Tracker, "log", track),
+    ]
+    if device == "cpu" and torch.cuda.is_available():
+        cpu = torch.device("cpu"), "gloo"
+        changes.append((pretrain, "choose_device", lambda launch, config: cpu))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        # the world lives on
-        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
-        stack.enter_context(mock.patch.object(pretrain, "train", train))
-        stack.enter_context(mock.patch.object(banner, "git_state", lambda root: None))
-        if device == "cpu" and torch.cuda.is_available():
-            choose = lambda launch, config: (torch.device("cpu"), "gloo")  # noqa: E731
-            stack.enter_context(mock.patch.object(pretrain, "choose_device", choose))
-        stack.enter_context(mock.patch.object(step, "update", update))
-        stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
-        stack.enter_context(mock.patch.object(Tracker, "log", track))
+        stack.enter_context(replaced(*changes))
         for name in patches:
             stack.enter_context(PATCHES[name]())
         if mutant is not None:
             stack.enter_context(mutant.put_in())
-        parsed = parse_arguments(list(flags))
-        planned = planned or parsed.config.training.memory_budget is not None
+        planned = planned or "--memory-budget" in flags
         advisor = PlanningAdvisor() if planned else pretrain.NO_ADVISOR
-        code = pretrain.pretrain(parsed.config, parsed.notes, advisor=advisor)
+        code = exit_code(flags, advisor=advisor)
     assert code == 0, f"the run ended with exit code {code}"
     (run,) = kept
     assert run.device.type == device

@@ -5,15 +5,14 @@ with a leak brought about.
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch.distributed as dist
+from own_run import exit_code, replaced
 from torch import Tensor
 from unit.zero.tracker import LiveBytes, Span
 
-from megatron.config.arguments import parse_arguments
 from megatron.distributed import collectives
 from megatron.model import embedding, linear
 from megatron.model import loss as loss_module
@@ -32,11 +31,10 @@ def pieces_of(size: int | None, head: int | None = None) -> Iterator[None]:
         if head is not None:
             stack.enter_context(mock.patch.dict(loss_module.HEAD_CHUNK_BYTES, cpu=head))
         if size is not None:
-            for module in (linear, embedding, zero):
-                stack.enter_context(mock.patch.object(module, "SCRATCH_BYTES", size))
-            stack.enter_context(mock.patch.object(collectives, "ROUND_BYTES", size))
-            stack.enter_context(mock.patch.object(optimizer, "PIECE", size // 8))
-            stack.enter_context(mock.patch.object(update, "PIECE", size // 16))
+            changes = [(module, "SCRATCH_BYTES", size) for module in (linear, embedding, zero)]
+            changes += [(collectives, "ROUND_BYTES", size)]
+            changes += [(optimizer, "PIECE", size // 8), (update, "PIECE", size // 16)]
+            stack.enter_context(replaced(*changes))
         yield
 
 
@@ -110,19 +108,17 @@ def measure(
         step.update,
         loop.evaluate,
     )
-    parsed = parse_arguments(list(flags))
+    changes = [
+        (pretrain, "train", train),
+        (blocks, "host_memory", host_memory),
+        (step, "forward_backward", forward_backward),
+        (step, "update", updated),
+        (loop, "evaluate", evaluate),
+    ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        # the world lives on
-        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
-        stack.enter_context(mock.patch.object(pretrain, "train", train))
-        stack.enter_context(mock.patch.object(blocks, "host_memory", host_memory))
-        stack.enter_context(mock.patch.object(step, "forward_backward", forward_backward))
-        stack.enter_context(mock.patch.object(step, "update", updated))
-        stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
-        stack.enter_context(pieces_of(pieces, head))
-        stack.enter_context(launches_of_nothing())
-        code = pretrain.pretrain(parsed.config, parsed.notes)
+        for each in (replaced(*changes), pieces_of(pieces, head), launches_of_nothing()):
+            stack.enter_context(each)
+        code = exit_code(flags)
     assert code == 0 and dist.get_world_size() == kept[0].groups.world.size
     return kept[0].groups.pp.rank, spans
 

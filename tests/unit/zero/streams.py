@@ -15,13 +15,13 @@ later.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,12 +30,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.kernels import lang
+from own_run import exit_code, replaced
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.checkpoint import manager
-from megatron.config.arguments import parse_arguments
 from megatron.distributed import collectives
 from megatron.training import pretrain, step
 
@@ -121,12 +121,12 @@ class Memory:
 
     home: Stream
     where: str
-    live: bool = True
     pinned: bool = False  # by torch's allocator, which gives nothing away before copies are over
     # (first, end, written): when, where
     accesses: dict[tuple[int, int, bool], dict[Stream, tuple[int, str]]] = field(
         default_factory=dict
     )
+    finalizer: weakref.finalize | None = None
 
 
 class Work:
@@ -171,20 +171,14 @@ class NCCL:
     def all_reduce(
         self, x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Work:
-        def begin() -> Any:
-            return dist.all_reduce(x, op, group=group, async_op=True).wait
-
-        work = self._start(group, [x], [x], begin)
+        begin = partial(dist.all_reduce, x, op, group=group, async_op=True)
+        work = self._start(group, [x], [x], lambda: begin().wait)
         return work if async_op else work.wait()
 
     def _all_gather(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Work:
         assert async_op
-        all_gather = getattr(dist, collectives.ALL_GATHER)
-
-        def begin() -> Any:
-            return all_gather(out, x.clone(), group=group, async_op=True).wait
-
-        return self._start(group, [x], [out], begin)
+        begin = partial(getattr(dist, collectives.ALL_GATHER), out, group=group, async_op=True)
+        return self._start(group, [x], [out], lambda: begin(x.clone()).wait)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Work:
         assert async_op
@@ -202,36 +196,18 @@ class NCCL:
         return self._start(group, [x], [out], begin)
 
     def isend(self, x: Tensor, dst: int, group: Any, tag: int = 0) -> Work:
-        def begin() -> Any:
-            return dist.isend(x, dst=dst, group=group, tag=tag).wait
-
-        return self._start(group, [x], [], begin)
+        begin = partial(dist.isend, x, dst=dst, group=group, tag=tag)
+        return self._start(group, [x], [], lambda: begin().wait)
 
     def irecv(self, x: Tensor, src: int, group: Any, tag: int = 0) -> Work:
-        def begin() -> Any:
-            return dist.irecv(x, src=src, group=group, tag=tag).wait
+        begin = partial(dist.irecv, x, src=src, group=group, tag=tag)
+        return self._start(group, [], [x], lambda: begin().wait)
 
-        return self._start(group, [], [x], begin)
+    def P2POp(self, operation: Any, x: Tensor, peer: int, group: Any) -> partial[Work]:
+        return partial(operation, x, peer, group)
 
-    def P2POp(
-        self, operation: Any, x: Tensor, peer: int, group: Any
-    ) -> tuple[bool, Tensor, int, Any]:
-        return operation == self.isend, x, peer, group
-
-    def batch_isend_irecv(self, operations: list[tuple[bool, Tensor, int, Any]]) -> list[Work]:
-        def begin():
-            works = [
-                dist.isend(x, dst=peer, group=group)
-                if sends
-                else dist.irecv(x, src=peer, group=group)
-                for sends, x, peer, group in operations
-            ]
-            return lambda: [work.wait() for work in works]
-
-        tensors = {
-            sends: [x for out, x, _, _ in operations if out == sends] for sends in (True, False)
-        }
-        return [self._start(operations[0][3], tensors[True], tensors[False], begin)]
+    def batch_isend_irecv(self, operations: list[partial[Work]]) -> list[Work]:
+        return [begin() for begin in operations]
 
 
 class PretendedGPU(TorchDispatchMode):
@@ -340,7 +316,7 @@ class PretendedGPU(TorchDispatchMode):
     def _resizing(self, real: Any) -> Any:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             if (memory := self.memories.pop(storage, None)) is not None:
-                self._free(memory)
+                (memory.finalizer or partial(self._free, memory))()
             result = real(storage, size)
             if size and storage.device.type != "meta":
                 self._allocate(storage)
@@ -357,41 +333,37 @@ class PretendedGPU(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        out = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
         if self.hidden or function.namespace == "c10d" or isinstance(out, Tensor) and out.is_meta:
             return out
-        schema = function._schema
+        # 1. What it reads, writes and makes.
+        names = [argument.name for argument in function._schema.arguments]
+        given, is_unwritten = dict(zip(names, args)) | kwargs, function.overloadpacket in UNWRITTEN
         writes, reads = [], []
-        for index, argument in enumerate(schema.arguments):
-            value = args[index] if index < len(args) else (kwargs or {}).get(argument.name)
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        for argument in function._schema.arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if written else reads).extend(tensors)
-        if function.overloadpacket in UNWRITTEN:
+            (writes if written else reads).extend(_tensors(given.get(argument.name)))
+        if is_unwritten:
             writes = []
         known = {tensor.untyped_storage() for tensor in (*reads, *writes)}
-        outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        outs = _tensors(out)
         made = [tensor for tensor in outs if tensor.untyped_storage() not in known]
         if not made and not writes and outs:
             return out  # a view
+        # 2. Where it runs.
         on_host = self.pinning or bool(known) and all(storage in self.hosted for storage in known)
         for tensor in made:
             if on_host:
                 self.hosted.add(tensor.untyped_storage())
             self._allocate(tensor.untyped_storage())
-        self.work(
-            self.cpu if on_host else self.current,
-            reads,
-            [*writes, *([] if function.overloadpacket in UNWRITTEN else made)],
-            function.name(),
-        )
-        if (
-            function is torch.ops.aten._local_scalar_dense.default
-            or not on_host
-            and not _runs_on(function, args, kwargs)
-            and any(tensor.untyped_storage() in self.hosted for tensor in writes)
-        ):
-            # the host has the number, or the copy that was not asynchronous
+        written = writes if is_unwritten else [*writes, *made]
+        self.work(self.cpu if on_host else self.current, reads, written, function.name())
+        # 3. The host waits for a number, and for a copy to it that is not asynchronous.
+        is_number = function is torch.ops.aten._local_scalar_dense.default
+        to_host = any(tensor.untyped_storage() in self.hosted for tensor in writes)
+        runs_on = function.overloadpacket is torch.ops.aten.copy_ and given.get("non_blocking")
+        if is_number or to_host and not on_host and not runs_on:
             self.current.synchronize()
         return out
 
@@ -422,13 +394,12 @@ class PretendedGPU(TorchDispatchMode):
                             f"still {'write' if written else 'read'} it"
                         )
         self.memories[storage] = memory = Memory(stream, _line())
-        weakref.finalize(storage, self._free, memory).atexit = False
+        memory.finalizer = weakref.finalize(storage, self._free, memory)  # is called once
+        memory.finalizer.atexit = False
 
     def _free(self, memory: Memory) -> None:
-        if memory.live:
-            memory.live = False
-            if not memory.pinned:
-                self.freed[memory.home].append(memory)
+        if not memory.pinned:
+            self.freed[memory.home].append(memory)
 
     def _access(self, stream: Stream, time: int, tensor: Tensor, written: bool, where: str) -> None:
         memory = self.memories.get(tensor.untyped_storage())
@@ -454,11 +425,8 @@ class PretendedGPU(TorchDispatchMode):
         self.faults[text] = None
 
 
-def _runs_on(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a copy does not hold up the host."""
-    return function.overloadpacket is torch.ops.aten.copy_ and bool(
-        (kwargs or {}).get("non_blocking", args[2] if len(args) > 2 else False)
-    )
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _place() -> FrameType | None:
@@ -481,20 +449,15 @@ def _line() -> str:
 
 def losses_of(flags: tuple[str, ...], gpu: PretendedGPU | None = None) -> list[float]:
     """Each step's loss in a run through pretrain.py on this rank."""
-    parsed, reports = parse_arguments(list(flags)), []
+    reports = []
 
     def read(pending: step.PendingStep) -> step.StepMetrics:
         reports.append(real_read(pending))
         return reports[-1]
 
     real_read = step.PendingStep.read
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        # the world lives on
-        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
-        stack.enter_context(mock.patch.object(step.PendingStep, "read", read))
-        stack.enter_context(gpu or contextlib.nullcontext())
-        assert pretrain.pretrain(parsed.config, parsed.notes) == 0
+    with replaced((step.PendingStep, "read", read)), gpu or contextlib.nullcontext():
+        assert exit_code(flags) == 0
     return [report.loss for report in reports]
 
 

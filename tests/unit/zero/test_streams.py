@@ -74,7 +74,7 @@ def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
 @pytest.mark.parametrize(
     "function, row",
     [
-        *(("_on_stream", row(stage)) for stage in range(4)),
+        *(("on_stream", row(stage)) for stage in range(4)),
         *(("wait_for_block", row(stage)) for stage in (1, 3)),
         *(("_finish_reduction", row(stage)) for stage in (0, 2)),
         ("_free_spent", row(2)),
@@ -92,7 +92,7 @@ def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.default("_on_stream-stage2-dp2-pp1-m2-fp32-gpt", f"let_go-{row(0, 1, 2, AWAY)}")
+@pytest.mark.default("on_stream-stage2-dp2-pp1-m2-fp32-gpt", f"let_go-{row(0, 1, 2, AWAY)}")
 def test_a_wait_that_is_left_out_is_found(gloo_world, function, row):
     assert all(faults for faults, _ in gloo_world(row.world).run(races, row.command, function))
 

@@ -6,10 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
+from parity.compare import gather
 from parity.layouts import BASE, NO_DROPOUT
 from parity.worker import Outcome, run_case
 from unit.model.made import linear, norm, table
-from unit.zero.test_zero import whole
 
 from megatron.model.layer import TransformerLayer
 
@@ -32,6 +32,14 @@ def more_modules(layer: TransformerLayer, name: str) -> None:
     layer.spare = table(24, HIDDEN, name=f"{name}.spare.weight")
     layer.spare_norm = norm("RMSNorm", 40, name=f"{name}.spare_norm")
     layer.spare_linear = linear(HIDDEN, HIDDEN, False, name=f"{name}.spare_linear")
+
+
+def whole(outcomes: list[Outcome], part: str = "weights") -> dict[str, torch.Tensor]:
+    """Logical tensors out of all ranks' slices, of which each element must have one owner."""
+    faults: list[str] = []
+    tensors = gather(outcomes, part, faults)
+    assert not faults
+    return tensors
 
 
 def run_with_more(flags: tuple[str, ...]) -> Outcome:
@@ -60,7 +68,7 @@ def test_what_no_pass_uses_has_no_gradient_and_only_decays(gloo_world, stage):
     outcomes = world.run(run_with_more, flags)
     for a, b in zip(outcomes[0].steps, plain[0].steps, strict=True):
         assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-12)
-    found, expected, begun = (whole(each, "weights") for each in (outcomes, plain, first))
+    found, expected, begun = (whole(each) for each in (outcomes, plain, first))
     for name, x in expected.items():
         if not name.endswith("attention.k.bias"):  # its gradient is rounding noise
             assert (found[name] - x).norm() <= 1e-10 * x.norm(), name

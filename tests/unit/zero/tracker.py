@@ -49,12 +49,13 @@ CALLS += [ALL_GATHER, REDUCE_SCATTER]
 
 
 @dataclass(eq=False)
-class Storage:
-    """A storage that has been seen."""
+class Owner:
+    """Who holds a storage, which may come out later."""
 
-    ref: weakref.ref[torch.UntypedStorage]
     kind: str
-    where: str  # line of ours that made it
+
+
+Sizes = list[tuple[Owner, int]]  # bytes
 
 
 @dataclass
@@ -67,9 +68,6 @@ class Span:
     peak: Counter[str]
     at_peak: Counter[str]
     where: str  # line of ours that ran when the total was largest
-
-
-Open = list[tuple[Storage, int]]  # storages that may still turn out to be slots, and their bytes
 
 
 def _frames() -> Iterator[FrameType]:
@@ -88,7 +86,7 @@ def _origin() -> tuple[str, str]:
         if not file.startswith(MEGATRON) or file.endswith("distributed/collectives.py"):
             continue
         name = file.removeprefix(MEGATRON)
-        if name == "parallel/offload.py" and frame.f_code.co_name == "host_buffer":
+        if frame.f_code.co_name == "host_memory":
             return "host", f"{name}:{frame.f_lineno}"
         scratch = name.startswith("optimizer/") or frame.f_code.co_name in WEIGHT_GRADIENTS
         return "scratch" if scratch else "activations", f"{name}:{frame.f_lineno}"
@@ -121,12 +119,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # by identity of torch's storage, which lives as long as the memory
-        self.live: dict[str, dict[int, Storage]] = {kind: {} for kind in KINDS}
-        self.refs: dict[str, dict[int, weakref.ref[torch.UntypedStorage]]] = {
-            kind: {} for kind in KINDS
-        }
-        self.kinds: dict[int, str] = {}
+        self.owners: weakref.WeakKeyDictionary[torch.UntypedStorage, Owner] = (
+            weakref.WeakKeyDictionary()
+        )
         self.blocks: list[Any] = []
         self.slots = False
         self.stack = contextlib.ExitStack()
@@ -159,11 +154,11 @@ class LiveBytes(TorchDispatchMode):
                 out = CALLED[function.name()](*args, **(kwargs or {}))
         else:
             out = function(*args, **(kwargs or {}))
-        origin = None
+        kind = None
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self.kinds:
-                origin = origin or _origin()
-                self._see(tensor, *origin)
+            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self.owners:
+                kind = kind or _origin()[0]
+                self._owner(tensor, kind)
         self.sample()
         return out
 
@@ -187,30 +182,14 @@ class LiveBytes(TorchDispatchMode):
     def _walk(self, kind: str) -> None:
         for tensor in gc.get_objects():
             if issubclass(type(tensor), Tensor):  # isinstance asks dead proxies too
-                self._see(tensor, kind, "")
+                self._owner(tensor, kind)
 
-    def _see(self, tensor: Tensor, kind: str, where: str) -> int | None:
-        """Know a tensor's storage from now on; its key."""
-        if (
-            tensor.layout != torch.strided
-            or (memory := tensor.untyped_storage()).device.type == "meta"
-        ):
-            return None
-        key = id(memory)
-        if key not in self.kinds:
-            storage = Storage(weakref.ref(memory, lambda _: self._forget(key)), kind, where)
-            self.kinds[key], self.live[kind][key], self.refs[kind][key] = kind, storage, storage.ref
-        return key
-
-    def _forget(self, key: int) -> None:
-        kind = self.kinds.pop(key)
-        del self.live[kind][key], self.refs[kind][key]
-
-    def _rename(self, key: int, kind: str) -> None:
-        storage = self.live[self.kinds[key]][key]
-        self._forget(key)
-        storage.kind = self.kinds[key] = kind
-        self.live[kind][key], self.refs[kind][key] = storage, storage.ref
+    def _owner(self, tensor: Tensor, kind: str) -> Owner:
+        """That of a tensor's storage, which is known from now on; of this kind if it is new."""
+        memory = tensor.untyped_storage() if tensor.layout == torch.strided else None
+        if memory is None or memory.device.type == "meta":
+            return Owner(kind)
+        return self.owners.setdefault(memory, Owner(kind))
 
     def own(
         self,
@@ -231,47 +210,46 @@ class LiveBytes(TorchDispatchMode):
                 (block.rounded, "parameters"),
                 (block.weight, "parameters"),
             ]
-        for buffer, kind in (*buffers, *((each, "host") for each in host)):
+        self._label([*buffers, *((each, "host") for each in host)])
+
+    def _label(self, buffers: Iterable[tuple[Tensor | None, str]]) -> None:
+        """These are of such kinds from now on."""
+        for buffer, kind in buffers:
             if buffer is not None:
-                self._rename(self._see(buffer, kind, ""), kind)
+                self._owner(buffer, kind).kind = kind
 
     def sample(self) -> Counter[str]:
         """Add up what is alive."""
-        whole = "slots" if self.slots else "gradients"
         for block in self.blocks:
-            for buffer, kind in ((block.grad, whole), (block.summed, "gradients")):
-                if buffer is not None and self.kinds[key := self._see(buffer, kind, "")] != kind:
-                    self._rename(key, kind)
-        now: Counter[str] = Counter()
-        for kind, refs in self.refs.items():
-            now[kind] = sum(map(_size, [*refs.values()]))
+            whole = "slots" if self.slots else "gradients"
+            self._label([(block.grad, whole), (block.summed, "gradients")])
+        sizes = [(owner, memory.nbytes()) for memory, owner in self.owners.items()]
+        now = _by_kind(sizes)
         now["total"] = now.total()
-        if now["scratch"] or now["slots"]:
-            storages = [*self.live["scratch"].values(), *self.live["slots"].values()]
-            opened = [(storage, _size(storage.ref)) for storage in storages]
-            if not self.open or self.open[-1] != opened:
-                self.open.append(opened)
+        # which of these are slots, and which scratch, is known at the end of the span
+        opened = [each for each in sizes if each[0].kind in ("scratch", "slots")]
+        if opened and opened != self.open[-1]:
+            self.open.append(opened)
         for kind in ("parameters", "gradients", "optimizer", "host", "activations", "before"):
             self.peak[kind] = max(self.peak[kind], now[kind])
         if now["total"] > self.peak["total"]:
             self.peak["total"] = now["total"]
-            self.at_peak = now, len(self.open) - 1, _origin()[1]
+            self.at_peak = now, self.open[-1], _origin()[1]
         return now
 
     def _begin_span(self) -> None:
         self.peak: Counter[str] = Counter()
-        self.at_peak: tuple[Counter[str], int, str] = Counter(), -1, ""
-        self.open: list[Open] = []
+        self.at_peak: tuple[Counter[str], Sizes, str] = Counter(), [], ""
+        self.open: list[Sizes] = [[]]
 
     def mark(self) -> Span:
         """The span since the last mark."""
         now = self.sample()
-        opened = [_by_kind(each) for each in self.open]  # by what they are known to be now
-        for each in opened:
-            self.peak |= each
-        at_peak, index, where = self.at_peak
+        for opened in self.open:
+            self.peak |= _by_kind(opened)  # by what they are known to be now
+        at_peak, opened, where = self.at_peak
         if at_peak["scratch"] or at_peak["slots"]:
-            then = opened[index]
+            then = _by_kind(opened)
             at_peak.update(
                 scratch=then["scratch"] - at_peak["scratch"],
                 slots=then["slots"] - at_peak["slots"],
@@ -282,13 +260,8 @@ class LiveBytes(TorchDispatchMode):
         return span
 
 
-def _size(ref: weakref.ref[torch.UntypedStorage]) -> int:
-    memory = ref()
-    return 0 if memory is None else memory.nbytes()
-
-
-def _by_kind(opened: Open) -> Counter[str]:
+def _by_kind(sizes: Sizes) -> Counter[str]:
     sums: Counter[str] = Counter()
-    for storage, size in opened:
-        sums[storage.kind] += size
+    for owner, size in sizes:
+        sums[owner.kind] += size
     return sums
