@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from megatron.config.groups import Config
 from megatron.config.input_files import InputError, JsonObject
+from megatron.config.model import FORMER_ROPE, without_former_defaults
 from megatron.config.options import FIELDS, Option
 
 Check = Callable[[Any], bool]
@@ -70,10 +71,6 @@ def from_saved(kind: type[T], saved: JsonObject, what: str) -> T:
     return kind(**saved)
 
 
-# Defaults before YaRN took Megatron-LM's. Earlier versions wrote them for every model.
-_FORMER_ROPE = {"rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 8192}
-
-
 def config_of(state: JsonObject) -> Config:
     """The configuration in a checkpoint's state. A field that an earlier version did not have takes
     its default, one of a later version that does not concern the model is ignored.
@@ -97,13 +94,7 @@ def config_of(state: JsonObject) -> Config:
         group: {name: value for name, value in saved.get(group, {}).items() if name in fields}
         for group, fields in known.items()
     }
-    model = kept["model"]
-    scaled = model.get("position_embedding_type") == "yarn" or model.get("use_rope_scaling")
-    for name, former in _FORMER_ROPE.items():
-        if scaled:
-            model.setdefault(name, former)
-        elif model.get(name) == former:
-            model[name] = None
+    kept["model"] = without_former_defaults(FORMER_ROPE | kept["model"])
     return Config.from_dict(kept)
 
 

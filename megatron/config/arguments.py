@@ -13,13 +13,12 @@ import re
 from dataclasses import dataclass
 
 from megatron.config import compatibility
-from megatron.config.config_file import read_config
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config, GivenConfig
 from megatron.config.help import help_text
 from megatron.config.megatron_deepspeed import read_together
-from megatron.config.reading import Reading, split_words
+from megatron.config.reading import Reading, read_config, split_words
 from megatron.config.validate import cross_field_faults
 
 

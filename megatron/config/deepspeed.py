@@ -34,9 +34,8 @@ INSTEAD = (
 @functools.cache
 def answers(section: str) -> dict[str, Any]:
     """Key -> its answer, of a table of compatibility.toml."""
-    table = compatibility.data()["deepspeed"][section]
-    each = table.items() if isinstance(table, dict) else ((row["keys"], row) for row in table)
-    return {key: answer for keys, answer in each for key in keys.split()}
+    table = compatibility.data()["deepspeed"][section].items()
+    return {key: answer for keys, answer in table for key in keys.split()}
 
 
 def field_of(key: str) -> str | None:
@@ -71,39 +70,33 @@ class DeepSpeedFile:
 
     def answer(self, key: str, value: Any) -> str:
         """The note that answers one key. Raises UserError with the fault."""
-        # 1. Keys and sections that ask for nothing, and those that nothing here does.
         if value == "auto":
             return "follows the flags"
-        sections = key.split(".")[:-1]
-        enclosing = (".".join(sections[: count + 1]) for count in range(len(sections)))
-        if not key.endswith(".enabled") and not all(map(self._is_on, enclosing)):
+        if not self._is_enabled(key):
             return "its section is not enabled"
-        is_off = value in (False, {})
-        if unsupported := _section(key, "unsupported"):
-            if is_off or value is None:
-                return "off here too"
-            raise UserError(f"{answers('unsupported')[unsupported]}; take the section out")
         if value is None:
             return "not set"
         _check_refused(key, value)
-        # 2. Keys that equal a flag, and keys that change nothing.
         if note := self._compare(key, value):
             return note
         if noted := _section(key, "noted"):
             return answers("noted")[noted]
-        if is_off:
+        if value in (False, {}):
             return "off here too"
         raise UserError("not supported; take it out")
 
-    def _is_on(self, section: str) -> bool:
-        """Whether a section is enabled. Precisions and most unsupported ones must be."""
-        precision = field_of(f"{section}.enabled")
-        must_be = precision or section in answers("unsupported")
-        is_on = not must_be or section in answers("on_by_default")
-        enabled = self.keys.get(f"{section}.enabled", is_on)
-        if enabled == "auto":
-            return precision is not None and self.reading.value(precision)
-        return enabled is not False
+    def _is_enabled(self, key: str) -> bool:
+        """Whether all sections around a key are. Precisions and most refused ones must be."""
+        names = key.removesuffix(".enabled").split(".")[:-1]
+        for section in (".".join(names[: count + 1]) for count in range(len(names))):
+            switch = f"{section}.enabled"
+            enabled = self.keys.get(switch, section not in answers("off_by_default"))
+            if enabled == "auto":
+                precision = field_of(switch)
+                enabled = precision is not None and self.reading.value(precision)
+            if enabled is False:
+                return False
+        return True
 
     def _compare(self, key: str, value: Any) -> str:
         """The note on a key that a field of ours is about, or an empty string. Raises UserError."""
@@ -134,19 +127,18 @@ class DeepSpeedFile:
 
     def _settle(self, name: str, theirs: Any) -> str:
         """The note on a value of our field. Raises UserError for one that contradicts a flag."""
-        flag, option = flag_name(name), FIELDS[name]
+        flag, option, ours = flag_name(name), FIELDS[name], self.reading.value(name)
         with about(flag):
             value = None if theirs is None else option.load(theirs)
-        ours = self.reading.value(name)
         is_off = value is None or value is False
         if value == ours:
             return f"equals no {flag}" if is_off else f"equals {flag}"
         if value is not None and option.bound is not None and not option.bound.holds(value):
             raise UserError(f"{flag} must be {option.bound.text}")
-        if name in self.reading.chosen:
+        if name in self.reading.set_by:
             fix = "remove the flag" if is_off else f"give {spelled(name, value)}"
             raise UserError(f"contradicts {spelled(name, ours)}; {fix} or change the file")
-        rivals = sorted(self.reading.chosen & PRECISIONS)
+        rivals = sorted(PRECISIONS & self.reading.set_by.keys())
         if name in PRECISIONS and rivals:
             raise UserError(f"contradicts {' '.join(map(flag_name, rivals))}")
         self.reading.put(name, value)
@@ -166,13 +158,13 @@ class DeepSpeedFile:
     def _offload(self, device: str) -> str:
         """The note on where the optimizer's state is kept; its nvme_path has been read already."""
         in_files, flag = self.reading.value("optimizer_nvme_offload"), "--optimizer-nvme-offload"
-        if in_files is None and device == "nvme":
-            raise UserError(f"give {flag} DIR")
-        if in_files is None:
-            return self._settle("optimizer_cpu_offload", device == "cpu")
         if device == "nvme":
+            if in_files is None:
+                raise UserError(f"give {flag} DIR")
             return f"equals {flag}"
-        raise UserError(f"contradicts {flag} {in_files}; drop the flag or change the file")
+        if in_files is not None:
+            raise UserError(f"contradicts {flag} {in_files}; drop the flag or change the file")
+        return self._settle("optimizer_cpu_offload", device == "cpu")
 
     def _accumulation(self, steps: Any) -> str:
         """The note on the global batch, whose ranks only a dry run knows; others take what fits."""
@@ -192,11 +184,6 @@ class DeepSpeedFile:
         if key == "scheduler.type":
             if style is None:
                 raise UserError(f"not a schedule here; {INSTEAD}")
-            if "scheduler.params.warmup_type" not in self.keys:
-                self.reading.notes.append(
-                    "DeepSpeed's scheduler: the warm-up is linear, where DeepSpeed's default is "
-                    "logarithmic"
-                )
             return self._settle("lr_decay_style", style)
         if style is None:
             return "has no effect without a type of schedule"
@@ -224,15 +211,20 @@ def compare_with_deepspeed(path: str, reading: Reading) -> None:
     faults: list[str] = []
     keys: dict[str, Any] = {}
     with collected(faults, "cannot be read"):
-        content = read_json(path, dict, SETTINGS_LIMIT)
-        keys = dict(_keys(content, faults))
+        keys = dict(_keys(read_json(path, dict, SETTINGS_LIMIT), faults))
     if "scheduler.type" in keys:
         keys.setdefault("scheduler.params.warmup_num_steps", 1000)  # DeepSpeed's default
+        if "scheduler.params.warmup_type" not in keys:
+            reading.notes.append(
+                "DeepSpeed's scheduler: the warm-up is linear, where DeepSpeed's default is "
+                "logarithmic"
+            )
     file = DeepSpeedFile(keys, reading)
     for key in sorted(keys, key=_order):
         value = keys[key]
         written = f"{key[:80]} = {shortened(json.dumps(value), 80)}"
-        with collected(faults, _section(key, "unsupported") or written):
+        section = _section(key, "refused")
+        with collected(faults, section if section not in ("", key) else written):
             reading.notes.append(f"DeepSpeed's {written}: {file.answer(key, value)}")
     distinct = [f"{where}: {fault}" for fault in dict.fromkeys(faults)]
     reading.faults += first_faults(distinct, where)
@@ -254,8 +246,7 @@ def _keys(content: dict, faults: list[str], section: str = "") -> Iterator[tuple
 
 
 def _has_value(key: str) -> bool:
-    is_ours = field_of(key) is not None or key in (BETAS, STEPS, *WIRE)
-    return is_ours or key in answers("refused")
+    return field_of(key) is not None or key in (BETAS, STEPS, *WIRE)
 
 
 def _order(key: str) -> tuple[bool, ...]:
@@ -272,9 +263,10 @@ def _section(key: str, table: str) -> str:
 
 
 def _check_refused(key: str, value: Any) -> None:
-    row = answers("refused").get(key)
-    if row is None or ("accepted" not in row and not value):
-        return
-    # as text, since true is not 1
-    if json.dumps(dtype_of(value)) not in map(json.dumps, row.get("accepted", ())):
-        raise UserError(row["text"])
+    refused = _section(key, "refused")
+    accepted = answers("accepted").get(refused)
+    is_accepted = not value
+    if accepted is not None:  # as text, since true is not 1
+        is_accepted = json.dumps(dtype_of(value)) in map(json.dumps, accepted)
+    if refused and not is_accepted:
+        raise UserError(answers("refused")[refused])

@@ -14,7 +14,7 @@ from megatron.config.batch_schedule import schedule_words
 from megatron.config.errors import UserError, shortened
 from megatron.config.groups import DECAYING, GROUPS, WARMUP, Config, DistributedConfig
 from megatron.config.metadata import flag_name
-from megatron.config.model import GATED, yarn_scale
+from megatron.config.model import FORMER_ROPE, GATED, yarn_scale
 from megatron.config.options import FIELDS
 from megatron.config.recompute import FULL
 from megatron.config.stages import AUTO, virtual_stages
@@ -97,6 +97,16 @@ TEXTS = {
 
 
 @functools.cache
+def rows(table: str) -> dict[str, str]:
+    """Conditions -> text of a table. A row is `CONDITIONS: TEXT`, and may continue on indented lines;
+    # begins a comment.
+    """
+    without_comments = re.sub(r"(?m)^#.*\n", "", table.strip())
+    lines = (" ".join(row.split()) for row in re.split(r"\n(?! )", without_comments))
+    return {conditions: text for conditions, _, text in (row.partition(": ") for row in lines)}
+
+
+@functools.cache
 def _alternatives(condition: str) -> list[tuple[str, str, str]]:
     """(field, "", =, != or >, values) of each part of a condition."""
     return re.findall(r"(\w+)(!?=|>|)([^|]*)", condition)
@@ -106,9 +116,9 @@ def condition_text(condition: str) -> str:
     """What messages call a condition: `--optimizer adam`, `--profile`, `--eval-iters above 0`."""
     found = []
     for field, sign, values in _alternatives(condition):
-        word = {">": "above ", "!=": "other than "}.get(sign, "")
+        above = "above " if sign == ">" else ""
         value = values.replace(",", " or ").replace("True", "")
-        found.append(f"{flag_name(field)} {word}{value}".strip())
+        found.append(f"{flag_name(field)} {above}{value}".strip())
     return TEXTS.get(condition, " or ".join(found))
 
 
@@ -237,10 +247,7 @@ class RunView:
 
 # ---------------------------------------------------------------- rotary positions
 
-# Values of the factor and the original length that configuration files of earlier versions hold
-# for every model, scaled or not.
-_FORMER_DEFAULTS = {"rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 8192}
-_YARN = (*_FORMER_DEFAULTS, "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim")
+_YARN = (*FORMER_ROPE, "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim")
 
 
 def rescales_scores(run: RunView) -> bool:
@@ -260,14 +267,10 @@ def _position_type(run: RunView) -> None:
         return
     if run.rope_type == "rope" and (kind == "yarn" or rescales_scores(run)):
         return  # a fault
-    changed = set(filter(run.holds, _YARN))
-    if all(getattr(run, field) == former for field, former in _FORMER_DEFAULTS.items()):
-        changed -= _FORMER_DEFAULTS.keys()
-    if run.use_rope_scaling:
-        changed.clear()
+    changed = [] if run.use_rope_scaling else list(filter(run.holds, _YARN))
     wanted = "rope"
     if run.rope_type == "rope":
-        for field in sorted(changed):
+        for field in changed:
             run.fill(field, FIELDS[field].default, "--rope-type rope rescales no frequencies")
     elif changed or "yarn" in (kind, run.rope_type):
         wanted = "yarn"
@@ -281,57 +284,72 @@ def _position_type(run: RunView) -> None:
 def _rope_scaling(run: RunView) -> None:
     """Megatron-LM's defaults of rescaled frequencies."""
     model, is_yarn = run.config.model, run.position_embedding_type == "yarn"
-    values = model.rope_factor, model.rope_original_length
-    for (field, former), value in zip(_FORMER_DEFAULTS.items(), values, strict=True):
-        if is_yarn or run.use_rope_scaling:
-            run.default(field, value, "YaRN's default in Megatron-LM" if is_yarn else "")
-        elif getattr(run, field) == former:
-            run.fill(field, None)
+    if is_yarn or run.use_rope_scaling:
+        reason = "YaRN's default in Megatron-LM" if is_yarn else ""
+        run.default("rope_scaling_factor", model.rope_factor, reason)
+        run.default("rope_original_max_position_embeddings", model.rope_original_length, reason)
 
 
 # ---------------------------------------------------------------- what follows from flags
 
-Replacement = tuple[str, Any, str, str]
-# A field, the value that it gets in place of a given one where conditions hold, and why.
-REPLACED: tuple[Replacement, ...] = (
-    ("num_experts", None, "num_experts=1", "one expert is the MLP itself"),
-    ("exit_interval", None, "exit_interval=0", ""),
-    ("exit_duration_in_mins", None, "exit_duration_in_mins=0.0", ""),
-    ("save_interval", None, "save_interval=0", ""),
-    ("eval_interval", None, "eval_interval=0", ""),
-    (
-        "sequence_parallel",
-        False,
-        "sequence_parallel tensor_model_parallel_size=1",
-        "--tensor-model-parallel-size 1 has no ranks to split the sequence over",
-    ),
-)
-GPT2 = "--vocab-file and --merge-file are given"
-TO_FILES = "--optimizer-nvme-offload moves on from host memory"
-TO_HOST = "--param-cpu-offload keeps weights where they are stepped"
-ALL_LAYERS = "recompute_granularity=full"
-EVALUATE = "--skip-train trains nothing"
-# A field at its default, the value that it gets where conditions hold, and why.
-DEFAULTS: tuple[Replacement, ...] = (
-    ("tokenizer_type", "GPT2BPETokenizer", "vocab_file merge_file", GPT2),
-    ("tokenizer_type", "NullTokenizer", "mock_data vocab_size", "--mock-data with --vocab-size"),
-    ("split", "969,30,1", "data_path", "shares of train, valid and test when none are given"),
-    ("recompute_method", "uniform", ALL_LAYERS, "every layer is recomputed"),
-    ("recompute_num_layers", 1, f"{ALL_LAYERS} recompute_method=uniform", "every layer by itself"),
-    ("recompute_modules", ("core_attn",), "recompute_granularity=selective", "Megatron's default"),
-    ("train_iters", 0, "skip_train train_samples=None", EVALUATE),
-    ("lr", 0.0, "skip_train", EVALUATE),
-    ("optimizer_cpu_offload", True, "optimizer=adam optimizer_nvme_offload", TO_FILES),
-    ("optimizer_cpu_offload", True, "optimizer=adam param_cpu_offload zero_stage=3", TO_HOST),
-)
-# A field that is not given, and the one whose value it takes where conditions hold.
-COPIED = (
-    ("max_position_embeddings", "seq_length", ""),
-    ("moe_ffn_hidden_size", "ffn_hidden_size", "num_experts"),
-    ("lr_decay_iters", "train_iters", "train_iters>0 lr_decay_samples=None"),
-    ("lr_decay_samples", "train_samples", "train_samples>0 lr_decay_iters=None"),
-    ("profile_dir", "tensorboard_dir", "profile|record_memory_history save=None"),
-)
+# Where conditions hold, a field gets a value (@: that of another field), and the reason is a note.
+# A row sees the values of those above it.
+DERIVED_VALUES = """
+num_experts=1: num_experts = None; one expert is the MLP itself
+# never, as in Megatron-LM
+exit_interval=0: exit_interval = None
+exit_duration_in_mins=0.0: exit_duration_in_mins = None
+save_interval=0: save_interval = None
+eval_interval=0: eval_interval = None
+# the model
+num_query_groups=None num_attention_heads!=None group_query_attention=False:
+    num_query_groups = @num_attention_heads; one for each head without --group-query-attention
+max_position_embeddings=None seq_length!=None:
+    max_position_embeddings = @seq_length; seq-length
+moe_ffn_hidden_size=None ffn_hidden_size!=None num_experts:
+    moe_ffn_hidden_size = @ffn_hidden_size; ffn-hidden-size
+# the layout
+sequence_parallel tensor_model_parallel_size=1: sequence_parallel = False;
+    --tensor-model-parallel-size 1 has no ranks to split the sequence over
+expert_tensor_parallel_size=None num_experts tensor_model_parallel_size=1:
+    expert_tensor_parallel_size = 1
+expert_tensor_parallel_size=None num_experts tensor_model_parallel_size!=1:
+    expert_tensor_parallel_size = @tensor_model_parallel_size; tensor-model-parallel-size
+pp=1 num_virtual_stages_per_pipeline_rank=None: num_virtual_stages_per_pipeline_rank = 1
+pp=1 num_virtual_stages_per_pipeline_rank!=1: num_virtual_stages_per_pipeline_rank = 1;
+    --pipeline-model-parallel-size 1 has one stage
+pp=1 pipeline_schedule=None: pipeline_schedule = 1f1b
+pp=1 pipeline_schedule!=1f1b: pipeline_schedule = 1f1b;
+    --pipeline-model-parallel-size 1 has one order
+# data and tokenizer
+tokenizer_type=None vocab_file merge_file: tokenizer_type = GPT2BPETokenizer;
+    --vocab-file and --merge-file are given
+tokenizer_type=None mock_data vocab_size: tokenizer_type = NullTokenizer;
+    --mock-data with --vocab-size
+split=None data_path: split = 969,30,1; shares of train, valid and test when none are given
+# recomputation and offload
+recompute_method=None recompute_granularity=full: recompute_method = uniform;
+    every layer is recomputed
+recompute_num_layers=None recompute_granularity=full recompute_method=uniform:
+    recompute_num_layers = 1; every layer by itself
+recompute_modules=None recompute_granularity=selective: recompute_modules = core_attn;
+    Megatron's default
+optimizer_cpu_offload=False optimizer=adam optimizer_nvme_offload: optimizer_cpu_offload = True;
+    --optimizer-nvme-offload moves on from host memory
+optimizer_cpu_offload=False optimizer=adam param_cpu_offload zero_stage=3:
+    optimizer_cpu_offload = True; --param-cpu-offload keeps weights where they are stepped
+# lengths and files
+train_iters=None skip_train train_samples=None: train_iters = 0; --skip-train trains nothing
+lr=None skip_train: lr = 0.0; --skip-train trains nothing
+lr_decay_iters=None train_iters>0 lr_decay_samples=None:
+    lr_decay_iters = @train_iters; train-iters
+lr_decay_samples=None train_samples>0 lr_decay_iters=None:
+    lr_decay_samples = @train_samples; train-samples
+profile_dir=None tensorboard_dir!=None save=None profile|record_memory_history:
+    profile_dir = @tensorboard_dir; tensorboard-dir
+profile_dir=None save=None profile|record_memory_history: profile_dir = profile;
+    without --save, where --profile writes
+"""
 
 
 def _model(run: RunView) -> None:
@@ -348,23 +366,21 @@ def _model(run: RunView) -> None:
             run.fill("kv_channels", width, "qk-head-dim + qk-pos-emb-head-dim")
     elif run.has("hidden_size", "num_attention_heads") and run.hidden_size % heads == 0:
         run.default("kv_channels", run.hidden_size // heads, "hidden-size / num-attention-heads")
-    if heads is not None and not run.group_query_attention:
-        run.default("num_query_groups", heads, "one for each head without --group-query-attention")
 
 
-def _tables(run: RunView) -> None:
-    for field, value, conditions, reason in REPLACED:
+def _table(run: RunView) -> None:
+    for conditions, text in rows(DERIVED_VALUES).items():
         if run.holds_all(conditions):
-            run.fill(field, value, reason)
-    for field, value, conditions, reason in DEFAULTS:
-        if getattr(run, field) == FIELDS[field].default and run.holds_all(conditions):
-            run.fill(field, value, reason)
-    for field, source, conditions in COPIED:
-        value = getattr(run, source)
-        if value is not None and run.holds_all(conditions):
-            run.default(field, value, source.replace("_", "-"))
-    if run.save is None and (run.profile or run.record_memory_history):
-        run.default("profile_dir", "profile", "without --save, where --profile writes")
+            assigned, _, reason = text.partition("; ")
+            field, value = assigned.rstrip(";").split(" = ")
+            run.fill(field, _read(run, field, value), reason)
+
+
+def _read(run: RunView, field: str, value: str) -> Any:
+    """The value of a row."""
+    if value.startswith("@"):
+        return getattr(run, value[1:])
+    return None if value == "None" else FIELDS[field].parse([value])
 
 
 def _batches(run: RunView) -> None:
@@ -385,12 +401,6 @@ def _batches(run: RunView) -> None:
 def _pipeline(run: RunView) -> None:
     field, given = "num_virtual_stages_per_pipeline_rank", run.num_virtual_stages_per_pipeline_rank
     if run.pp <= 1:
-        reason = "--pipeline-model-parallel-size 1 has one"
-        if given != 1:
-            run.fill(field, 1, "" if given is None else f"{reason} stage")
-        if run.pipeline_schedule != "1f1b":
-            is_given = run.pipeline_schedule is not None
-            run.fill("pipeline_schedule", "1f1b", f"{reason} order" if is_given else "")
         return
     virtual = virtual_stages(run.config)
     if virtual is None:  # a fault
@@ -410,12 +420,9 @@ def _pipeline(run: RunView) -> None:
 
 
 def _sharding(run: RunView) -> None:
-    """Experts share as all matrices do. ZeRO where each rank would share with itself alone is off:
-    the same flags run in every layout. Weights come and go from host memory all the same.
+    """ZeRO where each rank would share with itself alone is off: the same flags run in every layout.
+    Weights come and go from host memory all the same.
     """
-    if run.num_experts is not None:
-        reason = "tensor-model-parallel-size" if run.tp > 1 else ""
-        run.default("expert_tensor_parallel_size", run.tp, reason)
     if run.replicas == 1:
         reason = "one data-parallel rank has nothing to shard over"
     elif run.zero_shard_size == 1:
@@ -434,7 +441,7 @@ def _sharding(run: RunView) -> None:
 
 Derivations = tuple[Callable[[RunView], None], ...]
 POSITIONS: Derivations = (_position_type, _rope_scaling)
-DERIVED: Derivations = (*POSITIONS, _model, _tables, _batches, _sharding, _pipeline)
+DERIVED: Derivations = (*POSITIONS, _model, _table, _batches, _sharding, _pipeline)
 
 
 def derived(

@@ -8,23 +8,15 @@ import re
 CONVERT = "python tools/convert_checkpoint.py"
 # What a folder holds, the converter's flag, and the files that it has, all of them; a name with a
 # slash is one of a file in a folder.
+HUGGING_FACE = (
+    r"config\.json",
+    r"(model|pytorch_model|consolidated)[\w.-]*\.(safetensors|bin|json)",
+)
+MEGATRON = r"((iter_\d+|release)/)?(common\.pt|mp_rank_.*|\.metadata)|.*\.distcp"
 FOREIGN = (
-    (
-        "a Hugging Face model",
-        "--from-huggingface",
-        (r"config\.json", r"(model|pytorch_model|consolidated)[\w.-]*\.(safetensors|bin|json)"),
-    ),
+    ("a Hugging Face model", "--from-huggingface", HUGGING_FACE),
     ("a DeepSpeed checkpoint", "--from-deepspeed", (r"global_step\d+|.*zero_pp_rank_.*",)),
-    (
-        "a checkpoint of Megatron-LM",
-        "--from-megatron",
-        (r"((iter_\d+|release)/)?(common\.pt|mp_rank_.*)|(iter_\d+|release)/\.metadata",),
-    ),
-    (
-        "a checkpoint of torch.distributed.checkpoint",
-        "--from-megatron",
-        (r"\.metadata|.*\.distcp",),
-    ),
+    ("a checkpoint of Megatron-LM or torch.distributed", "--from-megatron", (MEGATRON,)),
 )
 
 

@@ -1,4 +1,4 @@
-"""Which linear layers compute with 8-bit floats; validate_model.py has the rules of their sizes."""
+"""Which linear layers compute with 8-bit floats; validate.py has the rules of their sizes."""
 
 from __future__ import annotations
 

@@ -33,13 +33,14 @@ from megatron.config.metadata import (
     UP_TO_ONE,
     flag,
 )
-from megatron.config.model import ApexBackend, ModelConfig, kernel_flag
+from megatron.config.model import ApexBackend, ModelConfig, expert_rounding_flag, kernel_flag
 from megatron.config.recompute import INSIDE, LAYER_INPUT, MODULES
 from megatron.config.schedules import SCHEDULES
 
 PIPELINE = "pipeline_model_parallel_size>1"
 MODEL_FILE = "tokenizer_type=SentencePieceTokenizer,HuggingFaceTokenizer,TikTokenizer"
 GPT2_BPE = "tokenizer_type=GPT2BPETokenizer"
+SELECTIVE = "recompute_granularity=selective"
 WARMUP = "lr_warmup_iters>0|lr_warmup_samples>0|lr_warmup_fraction>0"
 CHANGING = "weight_decay_incr_style=linear,cosine"
 
@@ -48,6 +49,7 @@ first_last_flag = partial(
     flag, bound=NOT_NEGATIVE, idle_without="first_last_layers_bf16", change=STEPS
 )
 dynamic_scale_flag = partial(flag, needs="loss_scale=None", idle_without="fp16")
+full_flag = partial(flag, idle_without="recompute_granularity=full")
 adam_flag = partial(flag, idle_without="optimizer=adam", change=STEPS)
 not_negative = partial(flag, bound=NOT_NEGATIVE)
 load_flag = partial(flag, idle_without="load")
@@ -60,6 +62,7 @@ pipeline_flag = partial(flag, idle_without=PIPELINE, change=ROUNDING)
 Prefixes = tuple[str, ...]
 RecomputeModule = Literal[*MODULES]  # type: ignore[valid-type]
 OffloadModule = Literal[LAYER_INPUT, *INSIDE]  # type: ignore[valid-type]
+Schedule = Literal[*SCHEDULES]  # type: ignore[valid-type]
 Changed = Literal["data", "tokenizer", "batch", "seed", "positions"]
 TokenizerType = Literal[
     "SentencePieceTokenizer",
@@ -183,18 +186,14 @@ class TrainingConfig:
     models. Takes memory beyond the plan's."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute in the backward pass: full layers, or the --recompute-modules (selective)."""
-    recompute_modules: tuple[RecomputeModule, ...] | None = flag(
-        needs="recompute_granularity=selective"
-    )
+    recompute_modules: tuple[RecomputeModule, ...] | None = flag(needs=SELECTIVE)
     """Modules for selective recomputation: core_attn (default), qkv, mla_up_proj (queries, keys and
     values of latent attention), layernorm, mlp_act (activation), mlp (fc1 and activation), moe_act
     (activation of experts), moe (experts with dispatch)."""
-    recompute_method: Literal["uniform", "block"] | None = flag(
-        idle_without="recompute_granularity=full"
-    )
+    recompute_method: Literal["uniform", "block"] | None = full_flag()
     """uniform: all layers, in groups of --recompute-num-layers that keep one input. block: the
     first --recompute-num-layers of each (virtual) stage. Default: uniform."""
-    recompute_num_layers: int | None = flag(idle_without="recompute_granularity=full")
+    recompute_num_layers: int | None = full_flag()
     """Layers of a group, or of each stage, see --recompute-method. Default of uniform: 1."""
     recompute: Literal["auto"] | None = None
     """auto: choose the fastest recomputation that fits --memory-budget, and print why."""
@@ -474,7 +473,7 @@ class DistributedConfig:
     """Ranks over which the positions of each sample are divided (CP)."""
     expert_model_parallel_size: int = flag(1, needs="num_experts", change=ROUNDING)
     """Ranks that share the experts of a layer (EP), within a stage's TP x CP x DP ranks."""
-    expert_tensor_parallel_size: int | None = flag(idle_without="num_experts", change=ROUNDING)
+    expert_tensor_parallel_size: int | None = expert_rounding_flag()
     """Ranks that share each expert's matrices (ETP). Default: tensor-model-parallel-size."""
     overlap_moe_expert_parallel_comm: bool = flag(False, needs="expert_model_parallel_size>1")
     """Run each backward pass with a later micro-batch's forward pass, layer by layer, so that token
@@ -490,9 +489,7 @@ class DistributedConfig:
     """For --cp-comm-type a2a+p2p: size of the a2a groups (within a node) and of the ring."""
     pipeline_model_parallel_size: int = 1
     """Ranks over which the layers are divided (PP)."""
-    pipeline_schedule: Literal[*SCHEDULES] | None = flag(  # type: ignore[valid-type]
-        None, change=ROUNDING
-    )
+    pipeline_schedule: Schedule | None = flag(change=ROUNDING)
     """Order of forward and backward passes. Default: 1f1b, or interleaved with virtual stages."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(change=ROUNDING)
     """Stages that each pipeline rank holds (virtual stages): 1 by default, 2 with zero-bubble-v."""

@@ -7,32 +7,25 @@ from __future__ import annotations
 import re
 import textwrap
 
+from megatron.config.derive import rows
 from megatron.config.errors import ArgumentErrors, UserError, did_you_mean
 from megatron.config.groups import GROUPS
 from megatron.config.options import FIELDS, Option, key, options_by_flag
 
-COMMANDS = {
-    "--config": (
-        "Read settings from this JSON or YAML file (as --print-config writes it); flags on "
-        "the command line win."
-    ),
-    "--deepspeed_config": (
-        "Compare this DeepSpeed JSON file with the flags: what it equals is noted, what "
-        "contradicts is refused."
-    ),
-    "--print-config": "Print the settings as JSON and exit; --config reads them back.",
-    "--dry-run": (
-        "Check everything (files, tokenizer, batch arithmetic, memory) and exit without training."
-    ),
-}
+COMMANDS = rows("""
+--config: Read settings from this JSON or YAML file (as --print-config writes it); flags on the
+    command line win.
+--deepspeed_config: Compare this DeepSpeed JSON file with the flags: what it equals is noted, what
+    contradicts is refused.
+--print-config: Print the settings as JSON and exit; --config reads them back.
+--dry-run: Check everything (files, tokenizer, batch arithmetic, memory) and exit without training.
+""")
 TAKES_FILE = ("--config", "--deepspeed-config")
-HELP = {
-    "--help": "Print the groups; --help GROUP the flags of one, --help all every flag.",
-    "--help-search": "Print the flags whose name or description contains this word.",
-    "--completion": (
-        "Print a script that completes flags: source <(python pretrain_gpt.py --completion bash)"
-    ),
-}
+HELP = rows("""
+--help: Print the groups; --help GROUP the flags of one, --help all every flag.
+--help-search: Print the flags whose name or description contains this word.
+--completion: Print a script that completes flags: source <(python pretrain_gpt.py --completion bash)
+""")
 METAVARS = {"--help": "[GROUP]", "--help-search": "WORD", "--completion": "SHELL"}
 # The page that explains a flag: the first whose pattern matches `group.field`.
 PAGES = (

@@ -34,13 +34,6 @@ KINDS = {
     float: "a number",
     type(None): "null",
 }
-SPECIAL = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe (FIFO)",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
 
 TAG = "tag:yaml.org,2002:"  # of the values that YAML knows by itself
 INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)")
@@ -72,7 +65,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        kind = SPECIAL.get(stat.S_IFMT(mode), "something else")
+        kind = "a folder" if stat.S_ISDIR(mode) else f"a special file ({stat.filemode(mode)})"
         raise InputError(f"is {kind}, not a regular file")
     return open(descriptor, "rb")
 
@@ -131,6 +124,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise InputError(f"the key {twice[:60]!r} occurs twice; keep one")
     return result
+
+
+def read_settings(raw: bytes) -> Any:
+    """The value of JSON text, or of YAML text where it is no JSON. Raises InputError."""
+    try:
+        return parse_json(raw)
+    except NotJson:
+        return parse_yaml(decode(raw))
 
 
 # ---------------------------------------------------------------- YAML

@@ -48,7 +48,7 @@ def read_together(reading: Reading) -> None:
     if lengths:
         together.take_lengths(lengths)
     is_deepspeed = any(key(flag) == "--deepspeed" for flag, _, _ in reading.foreign)
-    is_ours = any(name.startswith("moe_") for name in reading.chosen)
+    is_ours = any(name.startswith("moe_") for name in reading.set_by)
     others = [name for name in given if name not in LENGTHS]
     if others and not together.has_experts:
         reading.notes.append(f"{', '.join(others)}: has no effect without --num-experts")
@@ -69,8 +69,8 @@ def _shard_optimizer(reading: Reading, words: Words) -> None:
     stage = reading.value("zero_stage")
     if words:
         raise UserError("it takes no value")
-    if stage == 0 and "zero_stage" in reading.set_by:
-        raise UserError(f"contradicts {reading.set_by['zero_stage']}; drop one of them")
+    if stage == 0 and (written := reading.set_by.get("zero_stage")):
+        raise UserError(f"contradicts {written}; drop one of them")
     reading.take("zero_stage", max(1, stage))
 
 
@@ -232,7 +232,7 @@ class Together:
         reading, taken = self.reading, []
         for name, value in values.items():
             flag, ours = SETS.get(name), reading.value(name)
-            if name not in reading.chosen:
+            if name not in reading.set_by:
                 reading.take(name, value)
                 taken.append(spelled(name, value))
             elif flag in self.given and ours != value:

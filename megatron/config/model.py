@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.config.layers import expert_pattern
 from megatron.config.metadata import (
@@ -24,6 +24,8 @@ from megatron.config.metadata import (
 ROTARY = "position_embedding_type=rope,yarn"
 YARN = "position_embedding_type=yarn"
 yarn_flag = partial(position_flag, needs=YARN, idle_without=ROTARY)
+mscale_flag = partial(yarn_flag, bound=NOT_NEGATIVE, needs=f"multi_latent_attention {YARN}")
+rope_flag = partial(position_flag, needs="position_embedding_type=rope")
 rescaled_flag = partial(position_flag, needs=f"{YARN}|use_rope_scaling", idle_without=ROTARY)
 llama_rope_flag = partial(
     position_flag, needs="use_rope_scaling", idle_without="position_embedding_type=rope"
@@ -31,6 +33,7 @@ llama_rope_flag = partial(
 latent_flag = partial(model_flag, needs="multi_latent_attention")
 expert_flag = partial(model_flag, needs="num_experts")
 expert_steps_flag = partial(flag, needs="num_experts", change=STEPS)
+expert_rounding_flag = partial(flag, idle_without="num_experts", change=ROUNDING)
 kernel_flag = partial(flag, "auto", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]
 ApexBackend = Literal["auto", "triton", "apex", "torch"]
@@ -79,11 +82,9 @@ class ModelConfig:
     no_rope_freq: str | None = position_flag(idle_without=ROTARY)
     """Layers whose queries and keys do not rotate, by default none: N for every N-th, or a list
     with 1 for each such layer and 0 for each that rotates, such as [0,0,0,1]*8."""
-    rotary_seq_len_interpolation_factor: float | None = position_flag(
-        needs="position_embedding_type=rope"
-    )
+    rotary_seq_len_interpolation_factor: float | None = rope_flag()
     """Divide rotary positions by this factor (linear scaling)."""
-    use_rope_scaling: bool = position_flag(False, needs="position_embedding_type=rope")
+    use_rope_scaling: bool = rope_flag(False)
     """Rescale the rotary frequencies as Llama 3.x does."""
     rope_scaling_factor: float | None = rescaled_flag(None, "--rotary-scaling-factor")
     """Factor of --use-rope-scaling (default 8) and of YaRN (default 1: no change)."""
@@ -197,17 +198,13 @@ class ModelConfig:
     """Coefficient of each of --moe-router-load-balancing-type."""
     moe_z_loss_coeff: float = expert_steps_flag(0.0, bound=NOT_NEGATIVE)
     """Add coeff x (log sum exp of the router's logits)^2 to each token's loss."""
-    moe_router_dtype: Literal["fp32", "fp64"] = flag(
-        "fp32", idle_without="num_experts", change=ROUNDING
-    )
+    moe_router_dtype: Literal["fp32", "fp64"] = expert_rounding_flag("fp32")
     """Precision of the router's GEMM and scores."""
     moe_router_force_load_balancing: bool = expert_steps_flag(False)
     """Give each expert equally many tokens, whatever the scores: for speed measurements only."""
     moe_input_jitter_eps: float = expert_steps_flag(0.0, bound=BELOW_ONE)
     """In training multiply what the router reads by random numbers between 1 - eps and 1 + eps."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
-        "alltoall", idle_without="num_experts", change=ROUNDING
-    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = expert_rounding_flag("alltoall")
     """How tokens reach experts; allgather sends less with fewer EP ranks than experts a token."""
     moe_expert_capacity_factor: float | None = expert_steps_flag()
     """Most tokens of an expert in a micro-batch, in even shares; the rest skip it.
@@ -245,12 +242,10 @@ class ModelConfig:
     """Rotary positions of latent attention. Default: yarn, as in Megatron-LM."""
     latent_norm_epsilon: float | None = latent_flag()
     """Epsilon of the latent vectors' norms. Default: norm-epsilon; Hugging Face's models: 1e-6."""
-    mscale: float = yarn_flag(1.0, bound=NOT_NEGATIVE, needs=f"multi_latent_attention {YARN}")
+    mscale: float = mscale_flag(1.0)
     """YaRN: scale the rotary table by m(mscale) / m(mscale-all-dim), where m(x) is
     0.1 x ln(factor) + 1."""
-    mscale_all_dim: float = yarn_flag(
-        0.0, bound=NOT_NEGATIVE, needs=f"multi_latent_attention {YARN}"
-    )
+    mscale_all_dim: float = mscale_flag(0.0)
     """YaRN: scale attention scores by m(mscale-all-dim)^2, see --mscale."""
 
     @property
@@ -298,6 +293,18 @@ class ModelConfig:
         return scale
 
 
+# Defaults before YaRN took Megatron-LM's. Earlier versions wrote them for every model.
+FORMER_ROPE = {"rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 8192}
+
+
 def yarn_scale(factor: float, weight: float) -> float:
     """YaRN's m(weight) where lengths grow by `factor`; 1 where they do not."""
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def without_former_defaults(model: dict[str, Any]) -> dict[str, Any]:
+    """Saved settings of a model, less FORMER_ROPE where they rescale no frequencies."""
+    if model.get("position_embedding_type") == "yarn" or model.get("use_rope_scaling"):
+        return model
+    formers = FORMER_ROPE.items()
+    return {name: value for name, value in model.items() if (name, value) not in formers}

@@ -90,13 +90,12 @@ class Option:
             raise UserError("expected a number")
         if self.kind is float:
             return number
-        if abs(number) >= 2**63:
+        is_exact = re.fullmatch(r"[-+]?\d[\d_]*", text) is not None
+        whole = int(text) if is_exact else int(number)
+        is_whole = is_exact or (whole == number and abs(whole) <= 2**53)
+        if not is_whole or abs(whole) >= 2**63:
             raise UserError("expected a whole number of at most 64 bits")
-        if re.fullmatch(r"[-+]?\d[\d_]*", text):
-            return int(text)
-        if number != int(number) or abs(number) > 2**53:
-            raise UserError("expected a whole number")
-        return int(number)
+        return whole
 
     def parse(self, words: Words) -> Any:
         """The value of a flag followed by `words`. Raises UserError."""

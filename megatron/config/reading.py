@@ -1,4 +1,6 @@
-"""Settings as they are read from a command line or a file, one flag after the other."""
+"""Settings as they are read from a command line and from the file of --config, one flag after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import compatibility
-from megatron.config.errors import UserError
-from megatron.config.groups import Config
+from megatron.config.errors import UserError, collected, did_you_mean, first_faults, shortened
+from megatron.config.groups import GROUPS, Config
 from megatron.config.help import COMMANDS, TAKES_FILE
-from megatron.config.input_files import path_fault
-from megatron.config.options import FIELDS, Option, Words, key, options_by_flag, shown
+from megatron.config.input_files import SETTINGS_LIMIT, path_fault, read_bytes, read_settings
+from megatron.config.model import without_former_defaults
+from megatron.config.options import FIELDS, Option, Words, as_word, key, options_by_flag, shown
 
 Occurrence = tuple[str, Words]
 
@@ -46,13 +49,12 @@ def _unquote(word: str) -> str:
 class Reading:
     """The settings so far, with notes for the banner and faults.
 
-    `chosen`: the fields that flags or a file give a value; `set_by`: what the user wrote on the
-    command line to do so. `unsure`: flags of ours whose value is unknown, so that rules about them
-    are skipped. `foreign`: flags of other programs, answered when all settings are known.
+    `set_by`: the fields that have been given a value, and what the user wrote on the command line
+    to do so, empty where a file did. `unsure`: flags of ours whose value is unknown, so that rules
+    about them are skipped. `foreign`: flags of other programs, answered when all settings are known.
     """
 
     config: Config = Config()
-    chosen: set[str] = field(default_factory=set)
     set_by: dict[str, str] = field(default_factory=dict)
     commands: dict[str, str] = field(default_factory=dict)
     foreign: list[tuple[str, Words, compatibility.CompatibilityRow]] = field(default_factory=list)
@@ -67,10 +69,9 @@ class Reading:
         """Set a field that no flag of ours chooses."""
         self.config = self.config.with_fields(FIELDS[name].group, **{name: value})
 
-    def take(self, name: str, value: Any) -> None:
-        """Set a field that is chosen."""
+    def take(self, name: str, value: Any, written: str = "") -> None:
         self.put(name, value)
-        self.chosen.add(name)
+        self.set_by[name] = written
 
     def read(self, flag: str, words: Words, written: str = "") -> None:
         """Take in one occurrence; `written` is what the user wrote in place of the flag."""
@@ -89,7 +90,7 @@ class Reading:
         elif fault := path_fault("".join(words)):
             self.faults.append(f"{shown(flag, words)}: {fault}")
         else:
-            self.commands[flag] = words[0] if takes_file else ""
+            self.commands[flag] = "".join(words)
 
     def _parse(self, option: Option, words: Words) -> Any:
         try:
@@ -119,5 +120,80 @@ class Reading:
                 self.notes.append(f"{before} is overridden by the later {written}")
             else:
                 self.faults.append(f"{written}: contradicts {before}; drop one of them")
-        self.take(option.field, value)
-        self.set_by[option.field] = written
+        self.take(option.field, value, written)
+
+
+# ---------------------------------------------------------------- the file of --config
+
+# Sections of flat names: of Megatron-LM's --yaml-cfg, and of its functional tests.
+SECTIONS = ("language_model", "model_parallel", "MODEL_ARGS")
+
+
+def read_config(path: str) -> Reading:
+    """What a JSON or YAML file holds, in our groups or as flat names of flags, its faults among it.
+    The command line wins without a note, and a default, which --print-config writes too, is not
+    given.
+    """
+    reading, where = Reading(), f"--config {path}"
+    with collected(reading.faults, "cannot be read"):
+        content = read_settings(read_bytes(path, SETTINGS_LIMIT))
+        if not isinstance(content, dict):
+            raise UserError("expected groups with settings, as --print-config writes them")
+        compatibility.check_program(content)
+        is_flat = content and not any(
+            name in GROUPS or (isinstance(value, dict) and name not in SECTIONS)
+            for name, value in content.items()
+        )
+        read = _read_flat if is_flat else _read_groups
+        read(reading, content)
+    reading.faults = first_faults([f"{where}: {fault}" for fault in reading.faults], where)
+    given = [name for name in reading.set_by if reading.value(name) != FIELDS[name].default]
+    reading.set_by = dict.fromkeys(given, "")
+    return reading
+
+
+def _read_groups(reading: Reading, content: dict[str, Any]) -> None:
+    for group, fields in content.items():
+        if group not in GROUPS or not isinstance(fields, dict):
+            groups = f"the groups are {', '.join(GROUPS)}"
+            reading.faults.append(f"{_short(group)} is not a group of settings; {groups}")
+            continue
+        names = [name for name, option in FIELDS.items() if option.group == group]
+        known = without_former_defaults(fields) if group == "model" else fields
+        for field_name, value in known.items():
+            if field_name in names:
+                with collected(reading.faults, f"{group}.{field_name} = {_short(value)}"):
+                    reading.take(field_name, FIELDS[field_name].load(value))
+            else:
+                meant = did_you_mean(str(field_name), names)
+                reading.faults.append(f"{group} has no setting {_short(field_name)}{meant}")
+
+
+def _short(value: Any) -> str:
+    return shortened(repr(value), 60)
+
+
+def _read_flat(reading: Reading, content: dict[str, Any]) -> None:
+    """Take in a file of flags, whose names may have leading hyphens. Those without a value, and
+    switches of another program that are false, are not given.
+    """
+    for name, value in content.items():
+        flag = key("--" + name.lstrip("-"))
+        option, on = options_by_flag().get(flag, (None, True))
+        if name in SECTIONS and isinstance(value, dict):
+            _read_flat(reading, value)
+        elif value is False and option is not None:
+            if option.kind is bool:
+                reading.read(option.off[0] if on else option.names[0], [])
+        elif value is False and flag in compatibility.rows():
+            continue
+        elif isinstance(value, bool):
+            reading.read(flag, [])
+        elif value is not None:
+            values = value if isinstance(value, list) else [value]
+            reading.read(flag, [word for item in values for word in _words(item)])
+
+
+def _words(item: Any) -> list[str]:
+    """The words that a command line would have: a text of several numbers or paths is several."""
+    return item.split() if isinstance(item, str) and item else [as_word(item)]

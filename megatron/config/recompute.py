@@ -17,16 +17,7 @@ MOST = 10_000  # layers that one word may mean
 
 # Modules whose inputs --activation-offload can keep on the host.
 LAYER_INPUT = "layer_input"  # of a layer that is recomputed whole
-INSIDE = (
-    "attn_norm",
-    "qkv_linear",
-    "core_attn",
-    "attn_proj",
-    "mlp_norm",
-    "mlp_fc1",
-    "mlp_act",
-    "mlp_fc2",
-)
+INSIDE = tuple("attn_norm qkv_linear core_attn attn_proj mlp_norm mlp_fc1 mlp_act mlp_fc2".split())
 
 
 def layer_words(words: Sequence[str]) -> list[str]:

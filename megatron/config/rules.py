@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable
 
-from megatron.config.derive import GATED_WIDTH, RunView, condition_text
+from megatron.config.derive import GATED_WIDTH, RunView, condition_text, rows
 from megatron.config.errors import nearest
 from megatron.config.groups import CHANGING, DECAYING, GPT2_BPE, MODEL_FILE
 from megatron.config.model import YARN
@@ -21,185 +21,148 @@ from megatron.config.schedules import IN_PAIRS, SCHEDULES
 Faults = Iterable[str]
 Rule = Callable[[RunView], Faults]
 
-COMPILED = ", which fixes what a compiled layer keeps"
-ONE_KIND = "; keep one kind of data"
-REMOVE = "; remove one of them"
+COMPILED = "which fixes what a compiled layer keeps"
+ONE_KIND = "keep one kind of data"
 BY_SPLIT = "train_data_path valid_data_path test_data_path"
 LIMITED = "attention_backend=gluon,fa4,sdpa"
 UNPAIRED = ",".join(SCHEDULES.keys() - IN_PAIRS)
 
-# Settings that cannot be given together, any before the slash with any after it. The text
-# follows "is not supported with ..."; without one: remove one of them.
-EXCLUSIONS = {
-    # two ways to specify the same thing
-    "bf16 / fp16 fp64": "",
-    "fp16 / fp64": "",
-    "train_iters / train_samples": "",
-    "step_batch_size_schedule / rampup_batch_size": "",
-    "lr_warmup_fraction / lr_warmup_iters lr_warmup_samples": "",
-    "override_opt_param_scheduler / use_checkpoint_opt_param_scheduler": "",
-    "recompute_layers recompute / recompute_granularity": "",
-    "data_path / mock_data": ONE_KIND,
-    f"data_path mock_data / {BY_SPLIT}": ONE_KIND,
-    # what cannot act together
-    "use_rope_scaling / rotary_seq_len_interpolation_factor": "",
-    f"{LIMITED} / attention_dropout>0": "; set --attention-dropout 0 or remove the backend",
-    f"{LIMITED} / attn_logit_softcapping": "",
-    "grad_reduce_in_bf16 exp_avg_dtype exp_avg_sq_dtype adam_implementation=triton / fp64": "",
-    "exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload / adam_implementation=apex": "",
-    # what torch.compile has compiled cannot be recomputed or moved in parts
-    "recompute recompute_layers recompute_granularity=selective / torch_compile": (
-        f"{COMPILED}; remove one of them, or set --recompute-granularity full"
-    ),
-    "tiled_mlp / torch_compile": COMPILED,
-    "activation_offload / recompute": (
-        ", which plans for what stays on the device; give what it chose as --recompute-layers, or "
-        "remove one of them"
-    ),
-    "torch_compile cuda_graphs / context_parallel_size": ", which sends in a layer",
-    "cuda_graphs / torch_compile recompute_granularity recompute recompute_layers": "",
-    # what a captured pass saves stays where it was captured; a small model needs no tensor
-    # parallelism, and nothing has shown collectives in a graph
-    "cuda_graphs / activation_offload tiled_mlp tensor_model_parallel_size": "",
-    "cuda_graphs / pipeline_schedule=zero-bubble,zero-bubble-v": (
-        "; set --pipeline-schedule 1f1b or interleaved"
-    ),
-    "num_experts / add_bias_linear=True": (
-        "; set --disable-bias-linear (--add-qkv-bias keeps the bias of attention)"
-    ),
-    "num_experts / torch_compile cuda_graphs fp8_format tiled_mlp": "",
-    "async_save_host_memory / local_checkpoint_dir": ", whose files are copied instead",
-    "distribute_saved_activations / sequence_parallel": ", which shards them already",
-    f"overlap_moe_expert_parallel_comm / pipeline_schedule={UNPAIRED}": (
-        ", which has no pairs of passes; set --pipeline-schedule 1f1b or interleaved"
-    ),
-    "overlap_moe_expert_parallel_comm / moe_token_dispatcher_type=allgather": (
-        "; set --moe-token-dispatcher-type alltoall"
-    ),
-    "overlap_moe_expert_parallel_comm / activation_offload": (
-        ", which copies during one pass at a time; recompute instead, or remove one of them"
-    ),
-    "moe_router_enable_expert_bias / moe_router_score_function=softmax": (
-        ", whose scores have no fixed range; set --moe-router-score-function sigmoid"
-    ),
-    "moe_router_force_load_balancing / moe_expert_capacity_factor": (
-        ", which drops nothing where all experts have the same number of tokens"
-    ),
-    "multi_latent_attention / position_embedding_type=learned_absolute": (
-        "; set --position-embedding-type rope"
-    ),
-    "multi_latent_attention / group_query_attention add_qkv_bias rotary_percent no_rope_freq "
-    "rotary_backend=triton torch_compile fp8_format": "",
-}
+# Settings that cannot be given together, any before the slash with any after it. The text follows
+# "is not supported with ...": a reason (which, whose) and a fix, which is by default to remove one.
+EXCLUSIONS = f"""
+# two ways to specify the same thing
+bf16 / fp16 fp64
+fp16 / fp64
+train_iters / train_samples
+step_batch_size_schedule / rampup_batch_size
+lr_warmup_fraction / lr_warmup_iters lr_warmup_samples
+override_opt_param_scheduler / use_checkpoint_opt_param_scheduler
+recompute_layers recompute / recompute_granularity
+data_path / mock_data: {ONE_KIND}
+data_path mock_data / {BY_SPLIT}: {ONE_KIND}
+# what cannot act together
+use_rope_scaling / rotary_seq_len_interpolation_factor
+{LIMITED} / attention_dropout>0: set --attention-dropout 0 or remove the backend
+{LIMITED} / attn_logit_softcapping
+grad_reduce_in_bf16 exp_avg_dtype exp_avg_sq_dtype adam_implementation=triton / fp64
+exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload / adam_implementation=apex
+# what torch.compile has compiled cannot be recomputed or moved in parts
+recompute recompute_layers recompute_granularity=selective / torch_compile:
+    {COMPILED}; remove one of them, or set --recompute-granularity full
+tiled_mlp / torch_compile: {COMPILED}
+activation_offload / recompute:
+    which plans for what stays on the device; give what it chose as --recompute-layers, or
+    remove one of them
+torch_compile cuda_graphs / context_parallel_size: which sends in a layer
+cuda_graphs / torch_compile recompute_granularity recompute recompute_layers
+# what a captured pass saves stays where it was captured; a small model needs no tensor
+# parallelism, and nothing has shown collectives in a graph
+cuda_graphs / activation_offload tiled_mlp tensor_model_parallel_size
+cuda_graphs / pipeline_schedule=zero-bubble,zero-bubble-v:
+    set --pipeline-schedule 1f1b or interleaved
+num_experts / add_bias_linear=True:
+    set --disable-bias-linear (--add-qkv-bias keeps the bias of attention)
+num_experts / torch_compile cuda_graphs fp8_format tiled_mlp
+async_save_host_memory / local_checkpoint_dir: whose files are copied instead
+distribute_saved_activations / sequence_parallel: which shards them already
+overlap_moe_expert_parallel_comm / pipeline_schedule={UNPAIRED}:
+    which has no pairs of passes; set --pipeline-schedule 1f1b or interleaved
+overlap_moe_expert_parallel_comm / moe_token_dispatcher_type=allgather:
+    set --moe-token-dispatcher-type alltoall
+overlap_moe_expert_parallel_comm / activation_offload:
+    which copies during one pass at a time; recompute instead, or remove one of them
+moe_router_enable_expert_bias / moe_router_score_function=softmax:
+    whose scores have no fixed range; set --moe-router-score-function sigmoid
+moe_router_force_load_balancing / moe_expert_capacity_factor:
+    which drops nothing where all experts have the same number of tokens
+multi_latent_attention / position_embedding_type=learned_absolute:
+    set --position-embedding-type rope
+multi_latent_attention / group_query_attention add_qkv_bias rotary_percent no_rope_freq
+    rotary_backend=triton torch_compile fp8_format
+"""
 
 # What is wrong where conditions hold, which have spaces between them.
-FAULTS = {
-    # what is missing
-    "num_layers=None": "--num-layers is required",
-    "hidden_size=None": "--hidden-size is required",
-    "num_attention_heads=None": "--num-attention-heads is required",
-    "seq_length=None": "--seq-length is required",
-    "micro_batch_size=None": "--micro-batch-size is required",
-    "lr=None skip_train=False": "--lr is required",
-    "ffn_hidden_size=None hidden_size>0": (
-        f"--ffn-hidden-size is required: {GATED_WIDTH} is 0 for @hidden_size"
-    ),
-    "train_iters=None train_samples=None skip_train=False": (
-        "--train-iters or --train-samples is required"
-    ),
-    "train_iters=0 skip_train=False": (
-        "--train-iters 0: nothing would be trained; to evaluate only, set --skip-train"
-    ),
-    "data_path=None mock_data=False train_data_path=None valid_data_path=None "
-    "test_data_path=None": (
-        "--data-path PREFIX is required (or --train-data-path, or --mock-data)"
-    ),
-    "train_data_path=None valid_data_path|test_data_path skip_train=False": (
-        "--train-data-path is required with --valid-data-path and --test-data-path"
-    ),
-    "tokenizer_type=None mock_data=False": "--tokenizer-type is required",
-    "tokenizer_type=None mock_data": (
-        "--tokenizer-type is required; with --mock-data, --vocab-size N is enough"
-    ),
-    "tokenizer_type=NullTokenizer vocab_size=None": "@tokenizer_type: set --vocab-size",
-    f"{GPT2_BPE} vocab_file=None": "@tokenizer_type: set --vocab-file",
-    f"{GPT2_BPE} merge_file=None": "@tokenizer_type: set --merge-file",
-    f"{MODEL_FILE} tokenizer_model=None": "@tokenizer_type: set --tokenizer-model",
-    f"{CHANGING} start_weight_decay=None": "@weight_decay_incr_style: set --start-weight-decay",
-    f"{CHANGING} end_weight_decay=None": "@weight_decay_incr_style: set --end-weight-decay",
-    "group_query_attention num_query_groups=None": (
-        "@group_query_attention: set --num-query-groups, the number of key/value heads"
-    ),
-    "moe_router_num_groups moe_router_group_topk=None": (
-        "@moe_router_num_groups: set --moe-router-group-topk, the groups of a token's experts"
-    ),
-    "recompute memory_budget=None": (
-        "@recompute: set --memory-budget, the GiB that the plan may need on a device"
-    ),
-    "recompute_method=block recompute_granularity=full recompute_num_layers=None": (
-        "@recompute_method: set --recompute-num-layers, the number of layers of each stage"
-    ),
-    "save_retain_interval save save_interval=None": (
-        "@save_retain_interval: set --save-interval, of which it is a multiple"
-    ),
-    # positions
-    f"multi_latent_attention rope_type=rope {YARN}": (
-        "--rope-type rope: contradicts --position-embedding-type yarn; remove one"
-    ),
-    "multi_latent_attention=False rope_type=yarn position_embedding_type!=yarn": (
-        "@rope_type: is a setting of --multi-latent-attention; use --position-embedding-type yarn"
-    ),
-    # experts
-    "num_experts moe_router_topk=1 moe_router_score_function=softmax "
-    "moe_router_pre_softmax=False": (
-        "--moe-router-topk 1: the softmax of one chosen logit is always 1, so the router would not "
-        "learn from the loss; set --moe-router-pre-softmax"
-    ),
-    "num_experts tensor_model_parallel_size>1 sequence_parallel=False": (
-        "@num_experts with @tensor_model_parallel_size: the ranks would all send the same tokens "
-        "to experts; set --sequence-parallel"
-    ),
-    "num_experts overlap_moe_expert_parallel_comm micro_batches=1": (
-        "@overlap_moe_expert_parallel_comm: has no effect with one micro-batch a step; use a "
-        "larger --global-batch-size"
-    ),
-    "num_experts activation_offload offload_modules=mlp_fc1,mlp_act,mlp_fc2": (
-        "@offload_modules: activations of experts (mlp_fc1, mlp_act, mlp_fc2) are not offloaded; "
-        "drop these, or recompute them with --recompute-modules moe_act"
-    ),
-    # activations on the host
-    "activation_offload torch_compile recompute_granularity!=full|recompute_method=block": (
-        "--activation-offload: is not supported with --torch-compile, which fixes what a layer "
-        "keeps; drop one, or set --recompute-granularity full"
-    ),
-    "activation_offload offload_modules=attn_proj offload_modules!=core_attn": (
-        "@offload_modules: core attention keeps attn_proj's input too; add core_attn"
-    ),
-    "activation_offload offload_modules=layer_input recompute=None has_whole_layers=False": (
-        "@offload_modules: layer_input needs recomputed layers; set --recompute-granularity full"
-    ),
-    "activation_offload offload_modules offload_modules!=layer_input recompute_granularity=full "
-    "recompute_method!=block": (
-        "@offload_modules: --recompute-granularity full keeps only layer inputs; give layer_input"
-    ),
-    # precision, graphs
-    "fp8_format fp8_wgrad=True fp8_recipe=blockwise context_parallel_size>1": (
-        "@fp8_format: with @context_parallel_size blocks of tokens would hold other tokens than in "
-        "one process; set --no-fp8-wgrad, or --fp8-recipe tensorwise"
-    ),
-    "cuda_graphs zero_stage>1 replicas>1": (
-        "@cuda_graphs: is not supported with @zero_stage, whose gradient buffers move; set "
-        "--zero-stage 0 or 1"
-    ),
-}
+FAULTS = f"""
+# what is missing
+num_layers=None: --num-layers is required
+hidden_size=None: --hidden-size is required
+num_attention_heads=None: --num-attention-heads is required
+seq_length=None: --seq-length is required
+micro_batch_size=None: --micro-batch-size is required
+lr=None skip_train=False: --lr is required
+ffn_hidden_size=None hidden_size>0:
+    --ffn-hidden-size is required: {GATED_WIDTH} is 0 for @hidden_size
+train_iters=None train_samples=None skip_train=False:
+    --train-iters or --train-samples is required
+train_iters=0 skip_train=False:
+    --train-iters 0: nothing would be trained; to evaluate only, set --skip-train
+data_path=None mock_data=False train_data_path=None valid_data_path=None test_data_path=None:
+    --data-path PREFIX is required (or --train-data-path, or --mock-data)
+train_data_path=None valid_data_path|test_data_path skip_train=False:
+    --train-data-path is required with --valid-data-path and --test-data-path
+tokenizer_type=None mock_data=False: --tokenizer-type is required
+tokenizer_type=None mock_data:
+    --tokenizer-type is required; with --mock-data, --vocab-size N is enough
+tokenizer_type=NullTokenizer vocab_size=None: @tokenizer_type: set --vocab-size
+{GPT2_BPE} vocab_file=None: @tokenizer_type: set --vocab-file
+{GPT2_BPE} merge_file=None: @tokenizer_type: set --merge-file
+{MODEL_FILE} tokenizer_model=None: @tokenizer_type: set --tokenizer-model
+{CHANGING} start_weight_decay=None: @weight_decay_incr_style: set --start-weight-decay
+{CHANGING} end_weight_decay=None: @weight_decay_incr_style: set --end-weight-decay
+group_query_attention num_query_groups=None:
+    @group_query_attention: set --num-query-groups, the number of key/value heads
+moe_router_num_groups moe_router_group_topk=None:
+    @moe_router_num_groups: set --moe-router-group-topk, the groups of a token's experts
+recompute memory_budget=None:
+    @recompute: set --memory-budget, the GiB that the plan may need on a device
+recompute_method=block recompute_granularity=full recompute_num_layers=None:
+    @recompute_method: set --recompute-num-layers, the number of layers of each stage
+save_retain_interval save save_interval=None:
+    @save_retain_interval: set --save-interval, of which it is a multiple
+# positions
+multi_latent_attention rope_type=rope {YARN}:
+    --rope-type rope: contradicts --position-embedding-type yarn; remove one
+multi_latent_attention=False rope_type=yarn position_embedding_type!=yarn:
+    @rope_type: is a setting of --multi-latent-attention; use --position-embedding-type yarn
+# experts
+num_experts moe_router_topk=1 moe_router_score_function=softmax moe_router_pre_softmax=False:
+    --moe-router-topk 1: the softmax of one chosen logit is always 1, so the router would not
+    learn from the loss; set --moe-router-pre-softmax
+num_experts tensor_model_parallel_size>1 sequence_parallel=False:
+    @num_experts with @tensor_model_parallel_size: the ranks would all send the same tokens to
+    experts; set --sequence-parallel
+num_experts overlap_moe_expert_parallel_comm micro_batches=1:
+    @overlap_moe_expert_parallel_comm: has no effect with one micro-batch a step; use a larger
+    --global-batch-size
+num_experts activation_offload offload_modules=mlp_fc1,mlp_act,mlp_fc2:
+    @offload_modules: activations of experts (mlp_fc1, mlp_act, mlp_fc2) are not offloaded; drop
+    these, or recompute them with --recompute-modules moe_act
+# activations on the host
+activation_offload torch_compile recompute_granularity!=full|recompute_method=block:
+    --activation-offload: is not supported with --torch-compile, which fixes what a layer keeps;
+    drop one, or set --recompute-granularity full
+activation_offload offload_modules=attn_proj offload_modules!=core_attn:
+    @offload_modules: core attention keeps attn_proj's input too; add core_attn
+activation_offload offload_modules=layer_input recompute=None has_whole_layers=False:
+    @offload_modules: layer_input needs recomputed layers; set --recompute-granularity full
+activation_offload offload_modules offload_modules!=layer_input recompute_granularity=full
+    recompute_method!=block:
+    @offload_modules: --recompute-granularity full keeps only layer inputs; give layer_input
+# precision, graphs
+fp8_format fp8_wgrad=True fp8_recipe=blockwise context_parallel_size>1:
+    @fp8_format: with @context_parallel_size blocks of tokens would hold other tokens than in one
+    process; set --no-fp8-wgrad, or --fp8-recipe tensorwise
+cuda_graphs zero_stage>1 replicas>1:
+    @cuda_graphs: is not supported with @zero_stage, whose gradient buffers move; set --zero-stage
+    0 or 1
+"""
 
-REMARKS = {
-    "activation=gelu": (
-        "--activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses with "
-        "the bias, is the tanh form: --activation gelu-tanh"
-    ),
-    "save=None skip_train=False": "--save is not set: no checkpoints or metrics will be written",
-}
+REMARKS = """
+activation=gelu:
+    --activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses with the
+    bias, is the tanh form: --activation gelu-tanh
+save=None skip_train=False: --save is not set: no checkpoints or metrics will be written
+"""
 
 # Two numbers, how they must be to each other, and after `if` where: a multiple or a divisor is a
 # size that shares out the other.
@@ -293,15 +256,18 @@ def fields_without_effect(run: RunView) -> tuple[list[str], list[str]]:
 
 def tables(run: RunView) -> Faults:
     yield from fields_without_effect(run)[0]
-    for conditions, text in FAULTS.items():
+    for conditions, text in rows(FAULTS).items():
         if run.holds_all(conditions):
             yield text
-    for settings, text in EXCLUSIONS.items():
+    for settings, text in rows(EXCLUSIONS).items():
         ones, others = settings.split(" / ")
-        fix = text if ";" in text else text + REMOVE
+        reason, fix = "", text
+        if text.startswith("wh"):
+            reason, _, fix = f", {text}".partition("; ")
         for one in filter(run.holds, ones.split()):
             for other in filter(run.holds, others.split()):
-                yield f"@{field_of(one)}: is not supported with @{field_of(other)}{fix}"
+                pair = f"@{field_of(one)}: is not supported with @{field_of(other)}"
+                yield f"{pair}{reason}; {fix or 'remove one of them'}"
     for line in RELATIONS.strip().splitlines():
         numbers, _, conditions = line.partition(" if ")
         if run.holds_all(conditions):
@@ -322,6 +288,6 @@ def _relation(run: RunView, field: str, relation: str, other: str) -> Faults:
 
 def remarks(run: RunView) -> Faults:
     yield from fields_without_effect(run)[1]
-    for conditions, text in REMARKS.items():
+    for conditions, text in rows(REMARKS).items():
         if run.holds_all(conditions):
             yield text

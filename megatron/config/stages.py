@@ -156,17 +156,11 @@ def _drawn(config: Config) -> tuple[int, ...]:
     distributed = config.distributed
     with about("@pipeline_model_parallel_layout"):
         counts = parse_layout(distributed.pipeline_model_parallel_layout)
-        faults = []
-        if sum(counts) != config.model.num_layers:
-            faults.append(f"has {sum(counts)} layers (t), not @num_layers")
-        has = f"has {len(counts)} stages"
-        if len(counts) % distributed.pipeline_model_parallel_size:
-            faults.append(f"{has}, not a multiple of @pipeline_model_parallel_size")
-        elif len(counts) != stage_count(config):
-            text = "which contradicts @num_virtual_stages_per_pipeline_rank; drop that"
-            faults.append(f"{has}, {text}")
-        if faults:
-            raise UserError("; ".join(faults))
+        if sum(counts) != config.model.num_layers or len(counts) != stage_count(config):
+            raise UserError(
+                f"has {sum(counts)} layers (t) in {len(counts)} stages; it must have @num_layers in "
+                "@pipeline_model_parallel_size x @num_virtual_stages_per_pipeline_rank stages"
+            )
     return counts
 
 

@@ -2,44 +2,64 @@
 
 `resolve` fills in derived values (`derive.py`), then collects the faults of all rules: bounds of
 one field and flags without effect (both declared by the field, `groups.py`), the tables of rules
-between two fields (`rules.py`), and functions, which compute something: those here, of the model in
-`validate_model.py`, of the layout in `validate_layout.py`. A rule whose inputs are missing reports
-nothing: the missing flag is a fault already.
+between two fields (`rules.py`), and the functions here, which compute something. `@field` in a text
+is the flag with its value. A rule whose inputs are missing reports nothing: the missing flag is a
+fault already.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megatron.config.batch_schedule import batch_steps
 from megatron.config.data_paths import parse_blend, parse_split
-from megatron.config.derive import RunView, derived
-from megatron.config.errors import ArgumentErrors, UserError, about, nearest
+from megatron.config.derive import (
+    RunView,
+    attention_ranks,
+    derived,
+    expert_ranks,
+    rescales_scores,
+)
+from megatron.config.errors import ArgumentErrors, UserError, about, collected, nearest
 from megatron.config.foreign_checkpoint import foreign_checkpoint
+from megatron.config.fp8 import BLOCK, MULTIPLE, layer_in_fp8, linear_shapes, wide_linears
 from megatron.config.groups import DECAYING, FINAL_DECAY, Config
-from megatron.config.layers import MOST_LAYERS
+from megatron.config.layers import MOST_LAYERS, rotary_layers, windowed_layers
 from megatron.config.metadata import flag_name
-from megatron.config.rules import Faults, Rule, multiple, ranges, remarks, tables
-from megatron.config.schedules import planned_micro_batches
-from megatron.config.stages import frozen_units
-from megatron.config.validate_layout import LAYOUT_RULES, bubble
-from megatron.config.validate_model import MODEL_RULES
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A complete configuration, with notes on derived values and remarks."""
-
-    config: Config
-    notes: list[str]
-
+from megatron.config.model import ROTARY, ModelConfig
+from megatron.config.recompute import layer_words
+from megatron.config.rules import Faults, Rule, divisor, multiple, ranges, remarks, tables
+from megatron.config.schedules import SCHEDULES, planned_micro_batches
+from megatron.config.stages import (
+    AUTO,
+    COUNTED,
+    UNEVEN,
+    frozen_units,
+    layers_of_stages,
+    stage_count,
+)
 
 MOST_MICRO_BATCHES = 100_000  # of one step on one rank, each an entry of the schedule
 MOST_INCREMENTS = 100_000  # of a ramp-up
 MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline
+
+RULES: list[tuple[str, Rule]] = []
+
+
+def rule(conditions: str) -> Callable[[Rule], Rule]:
+    """Adds a rule, which is asked where conditions hold (see `RunView.holds`)."""
+
+    def added(function: Rule) -> Rule:
+        RULES.append((conditions, function))
+        return function
+
+    return added
 
 
 def _bounds(run: RunView) -> Faults:
@@ -62,14 +82,315 @@ def _bounds(run: RunView) -> Faults:
             yield f"{text.format(f'{number:,}')}, at most {most:,} are planned for; {fix}"
 
 
-def _freeze(run: RunView) -> Faults:
-    if not run.has("num_layers"):
+# ---------------------------------------------------------------- the layout
+
+
+def _shares(size: int, groups: int) -> bool:
+    """Whether ranks hold equal numbers of key/value heads, or heads equal numbers of ranks."""
+    return groups % size == 0 or size % groups == 0
+
+
+@rule("world>0")
+def _tensor_parallel(run: RunView) -> Faults:
+    if not run.dp:
+        near = nearest(run.world, run.tp * run.cp * run.pp)
+        yield (
+            "@tensor_model_parallel_size x @context_parallel_size x @pipeline_model_parallel_size: "
+            f"does not divide the {run.world} rank(s) of this job; start {near} (in a dry run, "
+            "with --world-size), or use smaller sizes"
+        )
+    if not run.has("num_attention_heads", "num_query_groups"):
         return
+    heads, groups = run.num_attention_heads, run.num_query_groups
+    if heads % run.tp or not _shares(run.tp, groups):
+        ranks = run.world // run.pp if run.world % run.pp == 0 else run.world
+        sizes = range(1, min(ranks, heads, 1024) + 1)  # no matrix is shared over more
+        fitting = [n for n in sizes if ranks % n == heads % n == 0 and _shares(n, groups)]
+        near = min(fitting, key=lambda size: abs(size - run.tp))
+        yield (
+            "@tensor_model_parallel_size: must divide @num_attention_heads, and divide "
+            f"@num_query_groups or be a multiple of it; the nearest that fits is {near}"
+        )
+
+
+@rule("context_parallel_size>1")
+def _context_parallel(run: RunView) -> Faults:
+    """Lengths and heads that context-parallel ranks can share."""
+    sizes = run.hierarchical_context_parallel_sizes or ()
+    are_two_levels = len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == run.cp
+    if run.cp_comm_type == "a2a+p2p" and not are_two_levels:
+        yield (
+            "--cp-comm-type a2a+p2p: --hierarchical-context-parallel-sizes must be two sizes, of "
+            "the ranks that exchange heads and of the ring, with the product "
+            "@context_parallel_size; or give --cp-comm-type a2a or p2p"
+        )
+        return
+    ranks, ring = attention_ranks(run.config.distributed)
+    # each part of a sequence has a chunk from its front and one from its back
+    unit, reason = math.lcm(2 * (run.cp // ranks), run.cp), "@context_parallel_size"
+    if run.sequence_parallel:
+        unit = math.lcm(unit, run.cp * run.tp)
+    if ring > 1 and run.attention_dropout:
+        unit = math.lcm(unit, 8 * ring)
+        reason = f"--attention-dropout in a ring of {ring} ranks, four keys at a time"
+    if run.has("seq_length"):
+        yield from multiple(run, "seq_length", unit, f"{unit} with {reason}")
+    if ranks == 1 or not run.has("num_attention_heads", "num_query_groups"):
+        return
+    heads, groups = run.num_attention_heads // run.tp, max(1, run.num_query_groups // run.tp)
+    if heads % ranks or not _shares(ranks, groups):
+        yield (
+            f"@cp_comm_type: {ranks} ranks do not share out {heads} query and {groups} key/value "
+            "heads of a tensor-parallel rank; give a number of ranks that divides both, or "
+            "--cp-comm-type allgather or p2p"
+        )
+
+
+@rule("zero_shard_size>0 zero_stage>0 dp>0")
+def _zero_groups(run: RunView) -> Faults:
+    ranks = f"the {run.replicas} data- x context-parallel rank(s)"
+    yield from divisor(run, "zero_shard_size", run.replicas, ranks, 2)
+
+
+_LAYOUT = "pipeline_model_parallel_layout"
+_PER_VIRTUAL = "num_layers_per_virtual_pipeline_stage"
+_VIRTUAL = "num_virtual_stages_per_pipeline_rank"
+
+
+@rule("pp>1 num_layers>0")
+def _pipeline_split(run: RunView) -> Faults:
+    ways = [run.given(_LAYOUT), run.given(*UNEVEN), run.given(*COUNTED, _PER_VIRTUAL)]
+    given = list(filter(None, ways))
+    if len(given) > 1:
+        shown = " and ".join(f"@{field}" for way in given[1:] for field in way)
+        yield (
+            f"@{given[0][0]}: contradicts {shown}; keep one way to share out the layers "
+            "(--num-virtual-stages-per-pipeline-rank goes with each)"
+        )
+    elif any(getattr(run, field) <= 0 for field in run.given(_PER_VIRTUAL, _VIRTUAL, *UNEVEN)):
+        return  # faults of their bounds
+    elif run.pipeline_model_parallel_layout != AUTO:
+        layers_of_stages(run.config)
+    elif stage_count(run.config) > run.num_layers + 2:
+        yield (
+            "@pipeline_model_parallel_size x @num_virtual_stages_per_pipeline_rank: more stages "
+            "than units of @num_layers (embedding, layers, head); give at most "
+            f"{run.num_layers + 2} stages"
+        )
+
+
+@rule("pp>1 pipeline_schedule!=None num_virtual_stages_per_pipeline_rank>0")
+def _pipeline_schedule(run: RunView) -> Faults:
+    virtual = run.num_virtual_stages_per_pipeline_rank
+    takes = SCHEDULES[run.pipeline_schedule].virtual
+    if virtual == takes or (takes is None and virtual > 1):
+        return
+    given = [field for field in (_LAYOUT, _PER_VIRTUAL) if getattr(run, field) not in (None, AUTO)]
+    number = "2 or more" if takes is None else takes
+    yield (
+        f"@pipeline_schedule: takes {number} stage(s) on each pipeline rank, and "
+        f"@{(*given, _VIRTUAL)[0]} makes {virtual}; change that, or give --pipeline-schedule "
+        f"{'1f1b' if virtual == 1 else 'interleaved'}"
+    )
+
+
+def _bubble(run: RunView) -> Faults:
+    count = run.micro_batches
+    if run.pp > 1 and count is not None and count < run.pp:
+        idle = (run.pp - 1) / (count + run.pp - 1)
+        yield (
+            f"@global_batch_size: {count} micro-batch(es) for {run.pp} pipeline ranks leave "
+            f"(P-1)/(m+P-1) = {idle:.0%} of a step idle under 1f1b; a larger one leaves less"
+        )
+
+
+# ---------------------------------------------------------------- the model
+
+
+@rule("kv_channels=None hidden_size>0 num_attention_heads>0")
+def _head_width(run: RunView) -> Faults:
+    for fault in multiple(run, "hidden_size", run.num_attention_heads, "@num_attention_heads"):
+        yield f"{fault}, or give --kv-channels"
+
+
+@rule(f"{ROTARY} multi_latent_attention=False kv_channels>0 rotary_percent>0")
+def _rotary_channels(run: RunView) -> Faults:
+    channels = int(run.kv_channels * run.rotary_percent)
+    if channels == 0 or channels % 2:
+        text = f"{channels} of {run.kv_channels} channels would rotate"
+        yield f"@rotary_percent: {text}; it must be an even number above 0"
+
+
+@rule("multi_latent_attention")
+def _latent_attention(run: RunView) -> Faults:
+    rotating, keys = run.qk_pos_emb_head_dim, run.qk_head_dim + run.qk_pos_emb_head_dim
+    if rotating % 2:
+        yield f"@qk_pos_emb_head_dim: channels rotate in pairs; give {rotating + 1}"
+    if run.v_head_dim > keys:
+        yield f"@v_head_dim: must be at most {keys}, the channels of a key"
+    is_rope = run.rope_type == "rope" and run.position_embedding_type != "yarn"
+    if is_rope and rescales_scores(run):
+        yield (
+            "--rope-type rope with @rope_scaling_factor and @mscale_all_dim: scaled attention "
+            "scores are not supported with plain rotary positions; set --mscale-all-dim 0, or "
+            "remove --rope-type rope"
+        )
+
+
+# Flags that choose which layers are of a kind, each with what reads it.
+PATTERNS: dict[str, Callable[[ModelConfig], object]] = {
+    "window_attn_skip_freq": windowed_layers,
+    "no_rope_freq": rotary_layers,
+    "moe_layer_freq": ModelConfig.expert_layers,
+}
+
+
+@rule("num_layers>0")
+def _patterns(run: RunView) -> Faults:
+    faults: list[str] = []
+    for field, read in PATTERNS.items():
+        with collected(faults, flag_name(field)):
+            read(run.config.model)
+    return faults
+
+
+@rule("freeze!=None num_layers>0")
+def _freeze(run: RunView) -> Faults:
     with about("@freeze"):
         frozen = frozen_units(run.config)
     if run.decoupled_lr is not None and not run.skip_train and frozen >= {"embedding", "head"}:
         text = "is the learning rate of the embedding and the head, which"
         yield f"@decoupled_lr: {text} @freeze freezes; drop one"
+
+
+@rule("num_experts>0")
+def _experts(run: RunView) -> Faults:
+    stage, (etp, ep) = run.tp * run.cp * run.dp, expert_ranks(run.config)
+    if min(ep, etp, stage) > 0 and stage % (ep * etp):
+        shown = "@expert_model_parallel_size"
+        shown += " x @expert_tensor_parallel_size" * (etp > 1)
+        yield (
+            f"{shown}: must divide the {stage} rank(s) of a pipeline stage (tensor- x context- x "
+            "data-parallel); give fewer, or --expert-tensor-parallel-size 1"
+        )
+    groups, chosen, topk = run.moe_router_num_groups, run.moe_router_group_topk, run.moe_router_topk
+    if run.has("moe_router_num_groups", "moe_router_group_topk") and chosen <= groups:
+        size, rest = divmod(run.num_experts, groups)
+        if rest == 0 and topk % chosen == 0 and topk > chosen * size:
+            yield (
+                f"@moe_router_group_topk: {chosen} groups of {size} experts hold fewer than "
+                f"@moe_router_topk; give {-(-topk // size)} or more"
+            )
+    kinds, coefficients = run.moe_router_load_balancing_type, run.moe_aux_loss_coeff
+    if len(set(kinds)) < len(kinds):
+        yield "@moe_router_load_balancing_type: names one twice; keep each once"
+    if len(kinds) != len(coefficients) or min(coefficients) < 0:
+        text = "must be one number of 0 or more for each of @moe_router_load_balancing_type"
+        yield f"@moe_aux_loss_coeff: {text}"
+    for kind, coefficient in zip(kinds, coefficients):
+        if kind == "none" and coefficient > 0:
+            yield (
+                "@moe_aux_loss_coeff: @moe_router_load_balancing_type has no loss for none; give "
+                "aux_loss, or drop the coefficient"
+            )
+
+
+# Words of recomputation: the flag whose part they are, and what to give without it.
+PARTS = (
+    ("moe", "num_experts", "mlp"),
+    ("moe_act", "num_experts", "mlp_act"),
+    ("mla_up_proj", "multi_latent_attention", "qkv"),
+)
+
+
+@rule("")
+def _recompute(run: RunView) -> Faults:
+    for field in ("recompute_modules", "recompute_layers"):
+        given = re.split(r"[+* ]", " ".join(getattr(run, field) or ()))
+        for word, owner, other in PARTS:
+            if word in given and not run.has(owner):
+                text = f"{word} is a part of {flag_name(owner)}, which is not set; give {other}"
+                yield f"@{field}: {text}"
+    sizes = run.has("micro_batch_size", "seq_length", "hidden_size")
+    if run.distribute_saved_activations and run.tp > 1 and sizes:
+        elements = run.micro_batch_size * run.seq_length * run.hidden_size // run.cp
+        if elements % run.tp:
+            yield (
+                f"--distribute-saved-activations: the {elements} elements of a layer's input are "
+                "not a multiple of @tensor_model_parallel_size; drop it"
+            )
+    if run.recompute_layers is not None:
+        with about("--recompute-layers"):
+            count = len(layer_words(run.recompute_layers))
+        if run.has("num_layers") and count != run.num_layers:
+            yield f"@recompute_layers: covers {count} layers, not @num_layers"
+
+
+@rule("tiled_mlp>1 seq_length>0")
+def _tiled_mlp(run: RunView) -> Faults:
+    """Pieces of the sequence must be equal: ranks communicate in each, and 8-bit floats share
+    scales in blocks of tokens.
+    """
+    length = run.seq_length // run.cp // (run.tp if run.sequence_parallel else 1)
+    what = f"the {length} positions of the sequence that a rank holds"
+    yield from divisor(run, "tiled_mlp", length, what)
+
+
+@rule(
+    "fp8_format hidden_size>0 ffn_hidden_size>0 kv_channels>0 num_attention_heads>0 "
+    "num_query_groups>0 num_layers>0"
+)
+def _fp8(run: RunView) -> Faults:
+    model, precision = run.config.model, run.config.precision
+    wide = wide_linears(model, precision)
+    unit = BLOCK if run.fp8_recipe == "blockwise" else MULTIPLE
+    if not wide:
+        widest = max(min(each.outputs, each.inputs) for each in linear_shapes(model))
+        yield (
+            f"@fp8_format: no linear layer has {run.fp8_min_width} inputs and outputs, the widest "
+            f"has {widest} of the fewer; narrow ones lose more time than they gain: drop it, or "
+            "lower --fp8-min-width"
+        )
+    if not any(layer_in_fp8(precision, each, run.num_layers) for each in range(run.num_layers)):
+        yield (
+            "@fp8_format: --first-last-layers-bf16 leaves none of @num_layers; lower "
+            "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16"
+        )
+    for each in wide:
+        for size, what in zip(each.on_rank(run.tp), ("outputs", "inputs"), strict=True):
+            if size % unit:
+                yield (
+                    f"@fp8_format: {each.name} has {size} {what} on each tensor-parallel rank, and "
+                    f"@fp8_recipe needs a multiple of {unit}; change "
+                    "--tensor-model-parallel-size or the width"
+                )
+    if run.num_query_groups < run.tp and any(each.name == "attention.qkv" for each in wide):
+        yield (
+            "@fp8_format: with @num_query_groups below @tensor_model_parallel_size several ranks "
+            "hold parts of a key's gradient, which would be rounded before they are added up; use "
+            f"at most --tensor-model-parallel-size {run.num_query_groups}"
+        )
+
+
+@rule("fp8_format fp8_wgrad=True fp8_recipe!=rowwise seq_length>0 micro_batch_size>0")
+def _fp8_tokens(run: RunView) -> Faults:
+    """Weight gradients sum over tokens, those of a piece of --tiled-mlp with sequence parallelism
+    gathered from the ranks.
+    """
+    unit = BLOCK if run.fp8_recipe == "blockwise" else MULTIPLE
+    pieces = max(1, run.tiled_mlp)
+    tokens = run.seq_length // run.cp // pieces * run.micro_batch_size
+    where = "a piece of @tiled_mlp" if pieces > 1 else "a micro-batch"
+    is_gathered = pieces > 1 and run.sequence_parallel and run.fp8_recipe == "blockwise"
+    if is_gathered and tokens % unit == 0:
+        tokens //= run.tp
+        where += " from each rank of --sequence-parallel"
+    if tokens % unit:
+        yield (
+            f"@fp8_format: {where} of {tokens} tokens is no multiple of {unit}, which "
+            "@fp8_recipe needs for weight gradients; change --seq-length, --micro-batch-size or "
+            "--tiled-mlp, or set --no-fp8-wgrad"
+        )
 
 
 # ---------------------------------------------------------------- data and tokenizer
@@ -78,15 +399,15 @@ def _freeze(run: RunView) -> Faults:
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
+@rule("split!=None")
 def _split(run: RunView) -> Faults:
-    if run.split is not None:
-        parse_split(run.split)
+    parse_split(run.split)
     return ()
 
 
 def _dataset_files(run: RunView, field: str) -> Faults:
     flag = flag_name(field)
-    for _, prefix in parse_blend(getattr(run, field) or (), flag):
+    for _, prefix in parse_blend(getattr(run, field), flag):
         names = f"{prefix}.idx", f"{prefix}.bin"
         missing = [name for name in names if not os.path.isfile(name)]
         if missing:
@@ -94,6 +415,9 @@ def _dataset_files(run: RunView, field: str) -> Faults:
                 f"{flag} {prefix}: no such file: {' and '.join(missing)}; give the prefix of "
                 "files from tools/preprocess_data.py"
             )
+
+
+RULES += [(field, partial(_dataset_files, field=field)) for field in DATA_PATHS]
 
 
 def absent_tokenizer(flag: str, path: str) -> str:
@@ -107,6 +431,7 @@ def absent_tokenizer(flag: str, path: str) -> str:
     )
 
 
+@rule("")
 def _tokenizer(run: RunView) -> Faults:
     kind = run.tokenizer_type
     has_files = kind not in (None, "NullTokenizer")
@@ -133,29 +458,26 @@ def _unit(run: RunView) -> tuple[int, str]:
     return unit, text
 
 
+@rule("micro_batches!=None")
 def _batch(run: RunView) -> Faults:
-    if run.micro_batches is None:
-        return
     unit, unit_text = _unit(run)
     yield from multiple(run, "global_batch_size", unit, unit_text)
     ramp_up = run.rampup_batch_size
     if ramp_up is None:
         return
-    if len(ramp_up) != 3 or min(ramp_up) <= 0:
-        yield "@rampup_batch_size: must be three numbers above 0: start increment samples"
-        return
-    start, increment, _ = ramp_up
+    start, increment, samples = ramp_up if len(ramp_up) == 3 else (0, 0, 0)
     growth = run.global_batch_size - start
-    if start % unit or increment % unit:
-        yield f"@rampup_batch_size: start and increment must be multiples of {unit_text}"
-    if growth <= 0 or growth % increment:
-        text = "@global_batch_size must be the start plus a number of increments"
-        yield f"@rampup_batch_size: {text}"
+    is_whole = min(start, increment, samples, growth) > 0
+    if not is_whole or start % unit or increment % unit or growth % increment:
+        yield (
+            "@rampup_batch_size: must be three numbers above 0: start increment samples; start and "
+            f"increment must be multiples of {unit_text}, and @global_batch_size must be the start "
+            "plus a number of increments"
+        )
 
 
+@rule("step_batch_size_schedule!=None seq_length>0")
 def _batch_schedule(run: RunView) -> Faults:
-    if run.step_batch_size_schedule is None or not run.has("seq_length"):
-        return
     with about("@step_batch_size_schedule"):
         steps = batch_steps(run.config.training, run.seq_length)
     unit, unit_text = _unit(run)
@@ -169,6 +491,7 @@ def _batch_schedule(run: RunView) -> Faults:
         yield f"@global_batch_size: {text}; remove it or give {last}"
 
 
+@rule("")
 def _lengths(run: RunView) -> Faults:
     """Warm-up and decay must be in the unit of the run, and fit into each other."""
     unit, wrong = ("iters", "samples") if run.train_samples is None else ("samples", "iters")
@@ -192,13 +515,8 @@ def _lengths(run: RunView) -> Faults:
 # ---------------------------------------------------------------- files and logging
 
 FOLDERS = (
-    "save",
-    "tensorboard_dir",
-    "wandb_save_dir",
-    "profile_dir",
-    "local_checkpoint_dir",
-    "optimizer_nvme_offload",
-)
+    "save tensorboard_dir wandb_save_dir profile_dir local_checkpoint_dir optimizer_nvme_offload"
+).split()
 
 
 def _cannot_be_made(folder: Path) -> str:
@@ -215,9 +533,8 @@ def _cannot_be_made(folder: Path) -> str:
     return ""
 
 
+@rule("load!=None")
 def _load(run: RunView) -> Faults:
-    if run.load is None:
-        return
     if foreign := foreign_checkpoint(run.load):
         yield f"@load: {foreign}"
     is_own = run.save is not None and os.path.abspath(run.load) == os.path.abspath(run.save)
@@ -226,6 +543,7 @@ def _load(run: RunView) -> Faults:
         yield f"@load: no such folder; {text}"
 
 
+@rule("")
 def _files(run: RunView) -> Faults:
     for field in run.given(*FOLDERS):
         if fault := _cannot_be_made(Path(getattr(run, field))):
@@ -242,30 +560,12 @@ def _files(run: RunView) -> Faults:
         yield f"@profile_ranks: there is no rank {outside[0]}; ranks count from 0"
 
 
-# Rules of numbers and tables, which unusable sizes do not break.
-SAFE_RULES: tuple[Rule, ...] = (ranges, tables, _bounds)
-RULES: tuple[Rule, ...] = (
-    *SAFE_RULES,
-    *LAYOUT_RULES,
-    *MODEL_RULES,
-    _freeze,
-    _split,
-    *(partial(_dataset_files, field=field) for field in DATA_PATHS),
-    _tokenizer,
-    _batch,
-    _batch_schedule,
-    _lengths,
-    _load,
-    _files,
-)
-
-
 # ---------------------------------------------------------------- remarks on valid settings
 
 
 def _remarks(run: RunView) -> Faults:
     yield from remarks(run)
-    yield from bubble(run)
+    yield from _bubble(run)
     for moment, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
         # half the spacing of bf16 just above a power of two
         if getattr(run, moment) == "bf16" and 1 - getattr(run, beta) < 2**-8:
@@ -277,12 +577,12 @@ def _remarks(run: RunView) -> Faults:
 
 
 def _faults(run: RunView) -> list[str]:
-    faults: list[str] = []
-    # other rules divide by these sizes and look at each layer
+    faults = [*ranges(run), *tables(run), *_bounds(run)]
+    # the rules divide by these sizes and look at each layer
     is_sound = min(run.tp, run.cp, run.pp) > 0 and (run.num_layers or 0) <= MOST_LAYERS
-    for rule in RULES if is_sound else SAFE_RULES:
+    for conditions, function in RULES if is_sound else ():
         try:
-            faults += rule(run)
+            faults += function(run) if run.holds_all(conditions) else ()
         except UserError as problem:
             faults.append(str(problem))
     return list(dict.fromkeys(map(run.spell_out, faults)))
@@ -303,6 +603,14 @@ def checked(config: Config, world_size: int, vocab_size: int | None) -> RunView:
     if faults := _faults(run):
         raise ArgumentErrors(faults)
     return run
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A complete configuration, with notes on derived values and remarks."""
+
+    config: Config
+    notes: list[str]
 
 
 def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved:

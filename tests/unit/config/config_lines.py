@@ -31,18 +31,20 @@ def long(text: str) -> str:
     return " ".join(SHORT.get(word, word) for word in text.split())
 
 
-def configure(flags: str = "", base: str = LINE) -> Config:
-    return parse_arguments(f"{base} {long(flags)}".split()).config
+def configure(flags: str = "") -> Config:
+    """The settings of LINE and flags; !--flag takes one out of LINE."""
+    words = long(flags).split()
+    dropped = [word[1:] for word in words if word.startswith("!")]
+    kept = [word for word in words if not word.startswith("!")]
+    return parse_arguments([*without(LINE.split(), *dropped), *kept]).config
 
 
-def faults(
-    flags: str = "", ranks: int = 1, vocabulary: int | None = 101, base: str = LINE
-) -> list[str]:
-    return cross_field_faults(configure(flags, base), ranks, vocabulary)
+def faults(flags: str = "", ranks: int = 1) -> list[str]:
+    return cross_field_faults(configure(flags), ranks, 101)
 
 
-def resolved(flags: str = "", ranks: int = 1, base: str = LINE) -> Resolved:
-    return resolve(configure(flags, base), ranks, 101)
+def resolved(flags: str = "", ranks: int = 1) -> Resolved:
+    return resolve(configure(flags), ranks, 101)
 
 
 def without(words: list[str], *flags: str) -> list[str]:
@@ -52,10 +54,6 @@ def without(words: list[str], *flags: str) -> list[str]:
         dropping = word.partition("=")[0] in flags if word.startswith("--") else dropping
         kept += [] if dropping else [word]
     return kept
-
-
-def line_without(*flags: str) -> str:
-    return " ".join(without(LINE.split(), *flags))
 
 
 def rows(text: str, *kinds: str) -> list[tuple[str, dict[str, list[str]]]]:

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.arguments import dump_config, parse_arguments
+from megatron.config.compatibility import GUIDE
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, PAGES, explained, help_text
 from megatron.config.options import FIELDS, options_by_flag
 
 VALID = LINE.split()
+NOT_READ = f"which is not read; {GUIDE}"
 
 
 def faults_of(argv: list[str]) -> list[str]:
@@ -164,6 +166,12 @@ def test_command_line_wins_over_the_file(tmp_path):
         ('{"checkpoint": {"save": "\\ud800"}}', "half of a surrogate pair"),
         ('checkpoint: {save: "\\0"}', "holds a character that a path cannot hold"),
         ("{" + ", ".join(f"a{number}: 1" for number in range(60)) + "}", "and 40 more faults"),
+        # flat names of flags, and files of other programs
+        ("num_layer: 4", "--num-layer 4: unknown flag; did you mean --num-layers?"),
+        ("bert_loda: false", "--bert-loda: unknown flag"),
+        ("pipe-parallel-size: 1\nmodel-parallel-size: 2", f"of GPT-NeoX, {NOT_READ}"),
+        ("trainer: {devices: 8}\nexp_manager: {}\nmodel: {}", f"of NeMo, {NOT_READ}"),
+        ("general: {project: x}\nparallelism: {dp: 2}\nmodel: {}", f"of nanotron, {NOT_READ}"),
     ],
 )
 def test_faults_in_a_configuration_file(tmp_path, text, fault):

@@ -8,7 +8,7 @@ import json
 import re
 
 import pytest
-from config_lines import check_fields, line_without, rows
+from config_lines import LINE, check_fields, rows, without
 
 from megatron.config.arguments import Parsed, parse_arguments
 from megatron.config.errors import ArgumentErrors
@@ -16,7 +16,8 @@ from megatron.config.groups import Config
 from megatron.config.layers import expert_pattern
 from megatron.config.validate import resolve
 
-BASE = f"{line_without('--train-iters')} --num-layers 6 --seq-length 64 --disable-bias-linear"
+BASE = " ".join(without(LINE.split(), "--train-iters"))
+BASE += " --num-layers 6 --seq-length 64 --disable-bias-linear"
 
 
 def parsed(flags: str, base: str = f"{BASE} --train-iters 2") -> Parsed:

@@ -10,11 +10,11 @@ import math
 import re
 
 import pytest
-from config_lines import check_fields, configure, faults, line_without, ranked, resolved
+from config_lines import check_fields, configure, faults, ranked, resolved
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.derive import RunView, condition_text
+from megatron.config.derive import RunView, rows
 from megatron.config.groups import Config
 from megatron.config.options import FIELDS
 from megatron.config.rules import EXCLUSIONS, field_of, ranges, tables
@@ -161,12 +161,12 @@ RULES = """
 6 --tensor-model-parallel-size 4
     --pipeline-model-parallel-size 1: does not divide the 6 rank(s) of this job; start 8
 3 --tensor-model-parallel-size 3 --ffn-hidden-size 255
-    --tensor-model-parallel-size 3: must divide --num-attention-heads 4; the nearest that fits
+    --tensor-model-parallel-size 3: must divide --num-attention-heads 4, and divide
 16 --num-attention-heads 16 --group-query-attention --num-query-groups 8 \
 --tensor-model-parallel-size 16
 12 --num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6 \
 --tensor-model-parallel-size 4
-    --tensor-model-parallel-size 4: must divide --num-query-groups 6 or be a multiple of it
+    and divide --num-query-groups 6 or be a multiple of it; the nearest that fits is 3
 
 2 --cuda-graphs --zero-stage 2
     --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move; set
@@ -183,7 +183,7 @@ RULES = """
 @experts --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4
     2 groups of 1 experts hold fewer than --moe-router-topk 4; give 4 or more
 @experts --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01
-    must be one number for each of --moe-router-load-balancing-type
+    must be one number of 0 or more for each of --moe-router-load-balancing-type
 @experts --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01
     --moe-aux-loss-coeff 0.01: --moe-router-load-balancing-type none has no loss for none; give
 2 @experts --expert-model-parallel-size 4
@@ -268,17 +268,15 @@ RULES = """
 2 --num-layers 2 @pp 2 @layout Et|tL @embedding @per_virtual 1
     @embedding and @per_virtual 1;
 2 --num-layers 3 @pp 2 @layout Et|t|tL
-    @layout Et|t|tL: has 3 stages, not a multiple of @pp 2
+    @layout Et|t|tL: has 3 layers (t) in 3 stages; it must have --num-layers 3 in @pp 2 x @virtual
 2 --num-layers 3 @pp 2 @layout Et|tL
-    @layout Et|tL: has 2 layers (t), not --num-layers 3
-2 --num-layers 4 @pp 2 @layout Et|t|tL
-    has 3 layers (t), not --num-layers 4; has 3 stages, not a multiple of @pp 2
+    has 2 layers (t) in 2 stages; it must have --num-layers 3 in @pp 2 x @virtual 1 stages
 2 --num-layers 4 @pp 2 @layout Et|t|t|tL @virtual 3
-    4 stages, which contradicts @virtual 3
+    has 4 layers (t) in 4 stages; it must have --num-layers 4 in @pp 2 x @virtual 3 stages
 8 --num-layers 8 @pp 8 @layout auto @virtual 2
     @pp 8 x @virtual 2: more stages than units of --num-layers 8
 4 --num-layers 8 @pp 4 --pipeline-schedule interleaved
-    needs several stages on each pipeline rank
+    takes 2 or more stage(s) on each pipeline rank, and @virtual 1 makes 1; change that, or give
 2 --num-layers 4 @pp 2 --pipeline-schedule zero-bubble @layout Et|t|t|tL
     takes 1 stage(s) on each pipeline rank, and @layout Et|t|t|tL makes 2
 4 --num-layers 8 @pp 4 --pipeline-schedule zero-bubble-v @virtual 1
@@ -312,11 +310,60 @@ RULES = """
     --tokenizer-type SentencePieceTokenizer: set --tokenizer-model
 @experts --moe-router-enable-expert-bias
     --moe-router-enable-expert-bias: is not supported with --moe-router-score-function softmax
+
+# what is missing
+!--num-layers
+    --num-layers is required
+!--train-iters
+    --train-iters or --train-samples is required
+!--mock-data --tokenizer-type NullTokenizer
+    --data-path PREFIX is required (or --train-data-path, or --mock-data)
+!--vocab-size
+    --tokenizer-type is required; with --mock-data, --vocab-size N is enough
+
+# files of data
+!--mock-data --tokenizer-type NullTokenizer --data-path 0.3 a 0.7 b
+!--mock-data --tokenizer-type NullTokenizer --data-path a b --split 90,10
+!--mock-data --tokenizer-type NullTokenizer --train-data-path a --valid-data-path b
+!--mock-data --tokenizer-type NullTokenizer --data-path a c
+    --data-path c: no such file: c.idx and c.bin
+!--mock-data --tokenizer-type NullTokenizer --data-path None
+    --data-path None: no such file: None.idx and None.bin
+!--mock-data --tokenizer-type NullTokenizer --data-path 0.3 a b
+    --data-path 0.3 a b: give a weight before each prefix
+!--mock-data --tokenizer-type NullTokenizer --valid-data-path b
+    --train-data-path is required with --valid-data-path
+!--mock-data --tokenizer-type NullTokenizer --data-path a --train-data-path b
+    --data-path a: is not supported with --train-data-path b; keep one kind of data
+
+# valid combinations
+--num-attention-heads 3 --kv-channels 20
+--num-query-groups 4
+--position-embedding-type rope --rotary-percent 0.5 --use-rope-scaling --rope-scaling-factor 4
+--position-embedding-type yarn --yarn-original-max-position-embeddings 4096
+--attention-backend sdpa --attention-dropout 0
+--fp16 --initial-loss-scale 4096 --hysteresis 1
+--global-batch-size 16 --rampup-batch-size 4 4 100
+--lr-decay-style WSD --lr-wsd-decay-iters 3
+--lr-decay-iters 100 --lr-warmup-iters 10 --lr-warmup-init 1e-6
+--lr-decay-style constant --lr-decay-iters 5 --lr-warmup-iters 10 --decoupled-lr 1e-4 --min-lr 1
+--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1
+--decoupled-lr 1e-3 --freeze head --untie-embeddings-and-output-weights
+--bf16 --main-grads-dtype bf16 --grad-reduce-in-bf16
+--optimizer-nvme-offload disk --optimizer-offload-fraction 0.5
+--save new --load new --save-interval 5 --save-retain-interval 10 --save-keep-last 2
+--load ckpt --finetune --no-load-optim
+--save-retain-interval 10
+--recompute-method block
+--recompute-activations --recompute-method block
+--bf16 --zero-stage 3 --param-cpu-offload --cuda-graphs
+--save new --async-save --local-checkpoint-dir a --local-save-interval 5
+--tiled-mlp 16 --seq-length 16 --recompute-activations
 """
 
 
 @pytest.mark.parametrize("ranks, flags, texts", ranked(RULES))
-def test_one_fault(ranks, flags, texts):
+def test_faults(ranks, flags, texts):
     found = faults(flags, ranks)
     assert len(found) == len(texts), found
     assert all(text in fault for text, fault in zip(texts, found, strict=True)), found
@@ -370,38 +417,6 @@ def test_every_bound_is_a_fault_beyond_it():
             assert fault in ranges(RunView(config, 1, 101))
 
 
-@pytest.mark.parametrize(
-    "dropped, extra, fault",
-    [
-        ("--num-layers", "", "--num-layers is required"),
-        ("--train-iters", "", "--train-iters or --train-samples is required"),
-        (
-            "--mock-data",
-            "--tokenizer-type NullTokenizer",
-            "--data-path PREFIX is required (or --train-data-path, or --mock-data)",
-        ),
-        (
-            "--vocab-size",
-            "",
-            "--tokenizer-type is required; with --mock-data, --vocab-size N is enough",
-        ),
-    ],
-)
-def test_required_flags(dropped, extra, fault):
-    assert faults(extra, base=line_without(dropped)) == [fault]
-
-
-@pytest.mark.parametrize(
-    "condition, text",
-    [
-        ("optimizer!=adam,sgd", "--optimizer other than adam or sgd"),
-        ("eval_iters>0|profile", "--eval-iters above 0 or --profile"),
-    ],
-)
-def test_conditions_in_messages(condition, text):
-    assert condition_text(condition) == text
-
-
 def test_each_exclusion_of_the_table_is_a_fault():
 
     def counting(config: Config, rule: str) -> Config:
@@ -417,63 +432,13 @@ def test_each_exclusion_of_the_table_is_a_fault():
                 return changed
         raise AssertionError(rule)
 
-    for settings, text in EXCLUSIONS.items():
+    for settings, text in rows(EXCLUSIONS).items():
         for one, other in itertools.product(*map(str.split, settings.split(" / "))):
             run = RunView(counting(counting(configure(), one), other), 1, 101)
             shown = (f"@{field_of(each)}" for each in (one, other))
-            fault = f"{': is not supported with '.join(shown)}{text}"
-            assert any(found.startswith(fault) for found in tables(run)), fault
-
-
-@pytest.mark.parametrize(
-    "extra",
-    """\
---num-attention-heads 3 --kv-channels 20
---num-query-groups 4
---position-embedding-type rope --rotary-percent 0.5 --use-rope-scaling --rope-scaling-factor 4
---position-embedding-type yarn --yarn-original-max-position-embeddings 4096
---attention-backend sdpa --attention-dropout 0
---fp16 --initial-loss-scale 4096 --hysteresis 1
---global-batch-size 16 --rampup-batch-size 4 4 100
---lr-decay-style WSD --lr-wsd-decay-iters 3
---lr-decay-iters 100 --lr-warmup-iters 10 --lr-warmup-init 1e-6
---lr-decay-style constant --lr-decay-iters 5 --lr-warmup-iters 10 --decoupled-lr 1e-4 --min-lr 1
---weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1
---decoupled-lr 1e-3 --freeze head --untie-embeddings-and-output-weights
---bf16 --main-grads-dtype bf16 --grad-reduce-in-bf16
---optimizer-nvme-offload disk --optimizer-offload-fraction 0.5
---save new --load new --save-interval 5 --save-retain-interval 10 --save-keep-last 2
---load ckpt --finetune --no-load-optim
---save-retain-interval 10
---recompute-method block
---recompute-activations --recompute-method block
---bf16 --zero-stage 3 --param-cpu-offload --cuda-graphs
---save new --async-save --local-checkpoint-dir a --local-save-interval 5
---tiled-mlp 16 --seq-length 16 --recompute-activations""".splitlines(),
-)
-def test_valid_combinations(extra):
-    assert faults(extra) == []
-
-
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ("--data-path 0.3 a 0.7 b", []),
-        ("--data-path a b --split 90,10", []),
-        ("--train-data-path a --valid-data-path b", []),
-        ("--data-path a c", ["--data-path c: no such file: c.idx and c.bin"]),
-        ("--data-path None", ["--data-path None: no such file: None.idx and None.bin"]),
-        ("--data-path 0.3 a b", ["--data-path 0.3 a b: give a weight before each prefix"]),
-        ("--valid-data-path b", ["--train-data-path is required with --valid-data-path"]),
-        (
-            "--data-path a --train-data-path b",
-            ["--data-path a: is not supported with --train-data-path b; keep one kind of data"],
-        ),
-    ],
-)
-def test_data_files(flags, expected):
-    found = faults(flags, base=line_without("--mock-data") + " --tokenizer-type NullTokenizer")
-    assert len(found) == len(expected) and all(map(str.startswith, found, expected)), found
+            fault = ": is not supported with ".join(shown)
+            found = [each for each in tables(run) if each.startswith(fault)]
+            assert any(text in each for each in found), fault
 
 
 @given(st.integers(1, 64), st.integers(1, 40), st.integers(1, 40), st.integers(1, 200))
@@ -536,6 +501,18 @@ DERIVED = """
     profile_dir = tb
 --profile --save run
     profile_dir = None
+!--train-iters --train-samples 100
+    lr_decay_samples = 100
+    lr_decay_iters = None
+!--lr !--train-iters --skip-train --load ckpt
+    train_iters = 0
+    lr = 0.0
+# 0 is never, as in Megatron-LM
+--exit-interval 0 --exit-duration-in-mins 0 --save-interval 0 --eval-interval 0 --save x
+    exit_interval = None
+    exit_duration_in_mins = None
+    save_interval = None
+    eval_interval = None
 """
 
 
@@ -545,20 +522,6 @@ def test_what_is_not_given_follows(ranks, flags, wanted):
     check_fields(config, wanted)
     again = resolve(Config.from_dict(json.loads(json.dumps(config.to_dict()))), ranks, 101)
     assert again.config == config and not any(" = " in note for note in again.notes)
-
-
-def test_lengths_are_derived():
-    optimizer = resolved("--train-samples 100", base=line_without("--train-iters")).config.optimizer
-    assert (optimizer.lr_decay_samples, optimizer.lr_decay_iters) == (100, None)
-    config = resolved("--skip-train --load ckpt", base=line_without("--lr", "--train-iters")).config
-    assert (config.training.train_iters, config.optimizer.lr) == (0, 0.0)
-
-
-def test_zero_means_never():
-    """As in Megatron-LM, where such an interval is not looked at."""
-    off = "--exit-interval 0 --exit-duration-in-mins 0 --save-interval 0 --eval-interval 0 --save x"
-    fields = "exit_interval", "exit_duration_in_mins", "save_interval", "eval_interval"
-    check_fields(resolved(off).config, [f"{field} = None" for field in fields])
 
 
 @pytest.mark.parametrize(
