@@ -52,12 +52,9 @@ def _rule_faults(config: Config, unsure: set[str]) -> list[str]:
 
 
 def parse_arguments(argv: list[str]) -> Parsed:
-    """Settings of a command line. Raises one `ArgumentErrors` with every fault; `--help` prints and
-    exits.
-
-    Rules between fields are the business of `resolve`; when there are faults already, theirs are
-    added, so that nothing waits behind the first mistake (but those about a flag whose value could
-    not be read).
+    """Settings of a command line; `--help` prints and exits. Raises one `ArgumentErrors` with every
+    fault; where there is one, those of rules between fields are added, so that nothing waits behind
+    the first mistake (but those about a flag whose value could not be read).
     """
     if text := help_text(argv):
         print(text)

@@ -42,9 +42,7 @@ class CompatibilityRow:
     otherwise: str = ""
 
     def answer(self, run: RunView, words: Words) -> tuple[str, str]:
-        """`fault`, `note` or `missing`, and the text; two empty strings where nothing is to be
-        printed.
-        """
+        """The kind of answer (fault, note, missing; empty: none is printed), and its text."""
         holds = not self.when or any(map(run.holds_all, self.when))
         is_accepted = bool(words) and set(words) <= set(self.values)
         if self.verdict == "refused":
@@ -62,9 +60,7 @@ class CompatibilityRow:
         return "", ""
 
     def rewrite(self, words: Words) -> list[Occurrence]:
-        """The occurrences of our own flags that the row means. Raises UserError for a value that
-        is none of the choices, and for one that has no place.
-        """
+        """The occurrences of our own flags that the row means. Raises UserError."""
         text = self.text
         if self.choices is not None:
             value = " ".join(words).lower()
@@ -167,9 +163,7 @@ def read(reading: Reading, flag: str, words: Words) -> None:
 
 
 def translate_value(flag: str, words: Words) -> tuple[Words, str]:
-    """Our words for another codebase's values of our own flag, and a note; raises UserError for
-    values that cannot act.
-    """
+    """Our words for another program's values of our own flag, and a note. Raises UserError."""
     if flag == "--num-experts" and len(words) > 1:  # of each layer, in Megatron-DeepSpeed
         if len(set(words)) > 1:
             raise UserError("must be the same in every layer that has experts; give one number")
@@ -209,9 +203,7 @@ def _unknown(reading: Reading, flag: str) -> str:
 
 
 def answer(reading: Reading) -> list[str]:
-    """Adds notes and faults about other programs' flags, and returns the services among them that
-    do not exist here. Flags with the same answer share its line.
-    """
+    """Add notes and faults about other programs' flags; returns the services that do not exist."""
     run = RunView(reading.config, 1, None)
     answers: dict[tuple[str, str], list[str]] = defaultdict(list)
     for flag, words, row in reading.foreign:

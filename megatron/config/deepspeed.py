@@ -250,9 +250,7 @@ def _has_value(key: str) -> bool:
 
 
 def _order(key: str) -> tuple[bool, ...]:
-    """Keys that equal our fields come first, since others are read with them, and of these the loss
-    scale, with which others have no effect; the schedule last.
-    """
+    """Keys that equal our fields first, since others act with them; the schedule last."""
     return key.startswith("scheduler."), field_of(key) is None, key != "fp16.loss_scale"
 
 

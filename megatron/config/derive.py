@@ -37,9 +37,7 @@ def spelled(field: str, value: Any) -> str:
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """How many samples `world_size` ranks work on at a time; 0 where tensor- x context- x
-    pipeline-parallel size does not divide them, which `resolve` refuses.
-    """
+    """Ranks with different samples; 0 where the other parallel sizes do not divide the world."""
     sizes = (
         config.distributed.tensor_model_parallel_size,
         config.distributed.context_parallel_size,
@@ -98,7 +96,7 @@ TEXTS = {
 
 @functools.cache
 def rows(table: str) -> dict[str, str]:
-    """Conditions -> text of a table. A row is `CONDITIONS: TEXT`, and may continue on indented lines;
+    """Conditions -> text of a table. A row is `CONDITIONS: TEXT`, which indented lines continue;
     # begins a comment.
     """
     without_comments = re.sub(r"(?m)^#.*\n", "", table.strip())
@@ -251,9 +249,7 @@ _YARN = (*FORMER_ROPE, "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all
 
 
 def rescales_scores(run: RunView) -> bool:
-    """Whether Megatron-LM's latent attention multiplies scores by a factor of YaRN's, which it does
-    with --rope-type rope too.
-    """
+    """Whether latent attention in Megatron-LM scales scores by YaRN's factor, also with rope."""
     factor = run.rope_scaling_factor
     return factor is not None and yarn_scale(factor, run.mscale_all_dim) != 1
 
@@ -420,7 +416,7 @@ def _pipeline(run: RunView) -> None:
 
 
 def _sharding(run: RunView) -> None:
-    """ZeRO where each rank would share with itself alone is off: the same flags run in every layout.
+    """ZeRO of a single rank is off: the same flags run in every layout.
     Weights come and go from host memory all the same.
     """
     if run.replicas == 1:

@@ -21,9 +21,7 @@ FOREIGN = (
 
 
 def foreign_checkpoint(folder: str) -> str:
-    """What a folder holds, if it is a checkpoint of another program, with the command that makes
-    it one of ours; an empty string where it is none, or holds one of ours as well.
-    """
+    """The foreign checkpoint in a folder, and what imports it; empty if none, or ours is too."""
     try:
         names = set(os.listdir(folder))
     except OSError:

@@ -24,7 +24,8 @@ TAKES_FILE = ("--config", "--deepspeed-config")
 HELP = rows("""
 --help: Print the groups; --help GROUP the flags of one, --help all every flag.
 --help-search: Print the flags whose name or description contains this word.
---completion: Print a script that completes flags: source <(python pretrain_gpt.py --completion bash)
+--completion: Print a script that completes flags: source <(python pretrain_gpt.py --completion
+    bash)
 """)
 METAVARS = {"--help": "[GROUP]", "--help-search": "WORD", "--completion": "SHELL"}
 # The page that explains a flag: the first whose pattern matches `group.field`.
@@ -52,9 +53,7 @@ complete -o bashdefault -o default -F _mgpt_pretrain mgpt-pretrain python python
 
 
 def help_text(argv: list[str]) -> str:
-    """What a command line with a flag of HELP prints; an empty string without one. Raises
-    UserError.
-    """
+    """What a command line with a flag of HELP prints; empty without one. Raises UserError."""
     asked = [index for index, word in enumerate(argv) if word in HELP or word == "-h"]
     if not asked:
         return ""

@@ -51,10 +51,7 @@ class NotJson(InputError):
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading, without ever waiting for one that is not.
-
-    Raises InputError where there is none, and for a named pipe, a device, a socket or a folder.
-    """
+    """Open a regular file, without ever waiting for a pipe or a device. Raises InputError."""
     try:
         # Without O_NONBLOCK the kernel waits until somebody writes to a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -98,11 +95,7 @@ def read_json(path: str | Path, kind: type = dict, most: int = JSON_LIMIT) -> An
 
 
 def parse_json(raw: bytes, kind: type = dict) -> Any:
-    """The value of type `kind` in JSON text.
-
-    Raises InputError for text that is not UTF-8, not JSON (NotJson), nested too deep, has a key
-    twice in an object or a string that is no text, or is of another type.
-    """
+    """The value of type `kind` in JSON text. Raises InputError, or NotJson."""
     try:
         value = json.loads(decode(raw), object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
@@ -139,11 +132,8 @@ def read_settings(raw: bytes) -> Any:
 
 def parse_yaml(text: str) -> Any:
     """The value of YAML text, in the part of YAML that every version reads alike: maps with text
-    keys, lists, text and decimal numbers.
-
-    Raises InputError, with the line, for what is not YAML or not of that part: a key twice in a
-    map, numbers that versions of YAML read differently (010, 1:30, 0x10), dates, binary data,
-    aliases, and values nested too deep.
+    keys, lists, text and decimal numbers. Raises InputError, with the line, for all else: numbers
+    like 010, 1:30 and 0x10, dates, binary data, aliases, keys twice, values nested too deep.
     """
     try:
         import yaml

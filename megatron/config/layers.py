@@ -75,9 +75,7 @@ def widest_window(model: ModelConfig) -> int | None:
 
 
 def _marked(text: str | None, layers: int, mark: int) -> tuple[bool, ...]:
-    """The layers that a pattern leaves out: every N-th one, counted from 1; of a list those with
-    `mark`. Raises UserError.
-    """
+    """The layers that a pattern leaves out: every N-th, or those with `mark`. Raises UserError."""
     found = [1 - mark] * layers if text is None else read_pattern(text, layers)
     if isinstance(found, int):
         return tuple((index + 1) % found == 0 for index in range(layers))
@@ -86,9 +84,7 @@ def _marked(text: str | None, layers: int, mark: int) -> tuple[bool, ...]:
 
 @functools.cache  # every layer asks for it
 def expert_pattern(text: str, layers: int) -> tuple[bool, ...]:
-    """Whether each of `layers` layers has experts, as --moe-layer-freq specifies. Raises UserError
-    with what is wrong and what would be right.
-    """
+    """Whether each layer has experts, as --moe-layer-freq specifies. Raises UserError."""
     found = read_pattern(text, layers)
     if isinstance(found, int):
         return tuple(index % found == 0 for index in range(layers))
@@ -98,9 +94,7 @@ def expert_pattern(text: str, layers: int) -> tuple[bool, ...]:
 
 
 def read_pattern(text: str, layers: int) -> int | list[int]:
-    """A number N, for every N-th layer, or a list with 0 or 1 for each of `layers` layers. Raises
-    UserError with what is wrong and what would be right.
-    """
+    """N, for every N-th layer, or a list of 0 and 1 for each layer. Raises UserError."""
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError):

@@ -75,9 +75,7 @@ def _shard_optimizer(reading: Reading, words: Words) -> None:
 
 
 def _extend_vocabulary(reading: Reading, words: Words) -> None:
-    """Rows of the embedding in addition to the vocabulary that a tokenizer.json (or its folder) has
-    without added tokens. Raises UserError.
-    """
+    """Rows in addition to a tokenizer.json's vocabulary without added tokens. Raises UserError."""
     if len(words) != 1 or not words[0].isdigit():
         raise UserError("expected a whole number of 0 or more")
     if int(words[0]) == 0:
@@ -173,9 +171,7 @@ class Together:
         return samples
 
     def take_experts(self) -> None:
-        """Megatron-DeepSpeed's experts: top-1 with the softmax over all logits, in every second
-        layer, each with a capacity, unless flags specify otherwise.
-        """
+        """Megatron-DeepSpeed's defaults of experts: top-1, every second layer, with a capacity."""
         given, value = self.given, self.reading.value
         if given.get("--mlp-type", ["standard"]) != ["standard"]:
             self._fault(
@@ -226,9 +222,7 @@ class Together:
         return factor
 
     def _take_unchosen(self, values: dict[str, Any]) -> None:
-        """Take the values of fields that the user did not choose by our own flags. A flag that
-        contradicts is a fault; a default of Megatron-DeepSpeed gives way.
-        """
+        """Take values that no flag of ours chose; a flag that contradicts ours is a fault."""
         reading, taken = self.reading, []
         for name, value in values.items():
             flag, ours = SETS.get(name), reading.value(name)

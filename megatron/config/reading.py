@@ -51,7 +51,7 @@ class Reading:
 
     `set_by`: the fields that have been given a value, and what the user wrote on the command line
     to do so, empty where a file did. `unsure`: flags of ours whose value is unknown, so that rules
-    about them are skipped. `foreign`: flags of other programs, answered when all settings are known.
+    about them are skipped. `foreign`: flags of other programs, answered when all is known.
     """
 
     config: Config = Config()
@@ -174,9 +174,7 @@ def _short(value: Any) -> str:
 
 
 def _read_flat(reading: Reading, content: dict[str, Any]) -> None:
-    """Take in a file of flags, whose names may have leading hyphens. Those without a value, and
-    switches of another program that are false, are not given.
-    """
+    """Take in a file of flags; nulls, and false switches of other programs, are not given."""
     for name, value in content.items():
         flag = key("--" + name.lstrip("-"))
         option, on = options_by_flag().get(flag, (None, True))

@@ -158,8 +158,8 @@ def _drawn(config: Config) -> tuple[int, ...]:
         counts = parse_layout(distributed.pipeline_model_parallel_layout)
         if sum(counts) != config.model.num_layers or len(counts) != stage_count(config):
             raise UserError(
-                f"has {sum(counts)} layers (t) in {len(counts)} stages; it must have @num_layers in "
-                "@pipeline_model_parallel_size x @num_virtual_stages_per_pipeline_rank stages"
+                f"has {sum(counts)} layers (t) in {len(counts)} stages; it must have @num_layers "
+                "in @pipeline_model_parallel_size x @num_virtual_stages_per_pipeline_rank stages"
             )
     return counts
 
