@@ -41,7 +41,7 @@ setup(
     package_data={
         "megatron.config": ["compatibility.toml"],
         "megatron.kernels": ["configurations.json", "measured.json"],
-        "megatron.tools._report": ["page.css", "page.js"],
+        "megatron.tools._report": ["*.css", "*.html", "*.js"],
         "megatron.tools._plan": ["devices/*.json"],
     },
     py_modules=[*TOP_LEVEL, *TOOLS],

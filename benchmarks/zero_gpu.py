@@ -289,7 +289,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
         optimizer=Optimizer(blocks, config, groups, zero),
         schedule=ParamSchedule.of(config),
         scaler=LossScaler(config.precision),
-        data=Data(RandomTokens(samples, seq, vocab), {}, {}, {}, [], 0),
+        data=Data(RandomTokens(samples, seq, vocab), {}, {}, {}, []),
         tracker=Tracker(config, None, 0),
         exits=ExitConditions(config.training),
         progress=Progress(),

@@ -8,7 +8,7 @@ pins="$root/requirements/pinned.txt"
 venv="$root/.venv${lowest_versions:+-floor}"
 # lowest_pins: prints the lower bounds of the packages that the tests of kernels and layers import, as name==version.
 lowest_pins() {
-    grep -oE '"(torch|numpy|xxhash|PyYAML|triton|pytest|hypothesis)>=[0-9.]+' "$root/pyproject.toml" | sed 's/^"//; s/>=/==/'
+    grep -oE '"(torch|numpy|xxhash|PyYAML|Jinja2|triton|pytest|hypothesis)>=[0-9.]+' "$root/pyproject.toml" | sed 's/^"//; s/>=/==/'
 }
 
 if [ -n "$lowest_versions" ]; then

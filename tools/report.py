@@ -24,7 +24,7 @@ from pathlib import Path
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
-from megatron.tools._report.page import page, verdict  # noqa: E402
+from megatron.tools._report.page import judge, page  # noqa: E402
 from megatron.tools._report.runs import load_runs  # noqa: E402
 from megatron.tools._study.section import is_study, study_section  # noqa: E402
 
@@ -71,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    judged = None if expected is None else verdict(runs[0].rows, expected, arguments.tolerance)
-    text = page(runs, judged, arguments.tolerance is not None, sections)
+    judged = None if expected is None else judge(runs[0].rows, expected, arguments.tolerance)
+    text = page(runs, judged, sections)
     folders = [*(run.metrics.parent for run in runs), *studies]
     folder_of_run = folders[0] if len(folders) == 1 else Path()
     output = Path(arguments.output) if arguments.output else folder_of_run / "report.html"
@@ -80,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     output.write_text(text, encoding="utf-8")
     print(f"report: {output}")
     if judged is not None:
-        print(judged[1])
-    return 0 if judged is None or judged[0] else 1
+        print(judged.text)
+    return 0 if judged is None or judged.is_good else 1
 
 
 if __name__ == "__main__":

@@ -33,20 +33,22 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D: 34 bytes
 DTYPES = dict(enumerate(map(np.dtype, "u1 i1 <i2 <i4 <i8 <f8 <f4 <u2".split()), 1))  # by code
 PROBES = 1024
-COUNT = (lambda value: type(value) is int and 0 <= value < 2**63, "a count")
-ID = (lambda value: type(value) is int and -1 <= value < 2**31, "a token id")
-NAME = (lambda value: type(value) is str, "text")
-REQUIRED = {
-    "files.bin.bytes": COUNT,
-    "files.idx.bytes": COUNT,
-    "max_id": ID,
-    "eod_count": COUNT,
-    "files.bin.xxh3_128": NAME,
-    "files.idx.xxh3_128": NAME,
-    "tokenizer.fingerprint": NAME,
-    "tokenizer.eod": ID,
+# the values of a sidecar, and their kinds; RANGES has those of numbers
+SIDECAR = {
+    "files.bin.bytes": "a count",
+    "files.idx.bytes": "a count",
+    "files.bin.xxh3_128": "text",
+    "files.idx.xxh3_128": "text",
+    "max_id": "a token id",
+    "eod_count": "a count",
+    "tokenizer.fingerprint": "text",
+    "tokenizer.eod": "a token id",
+    "tokenizer.name": "text",
+    "tokens": "a count",
+    "text_bytes": "a count",
 }
-OPTIONAL = {"tokens": COUNT, "text_bytes": COUNT, "tokenizer.name": NAME}
+OPTIONAL = {"tokenizer.name", "tokens", "text_bytes"}
+RANGES = {"a count": range(2**63), "a token id": range(-1, 2**31)}
 CHUNK = 1 << 22  # entries or tokens handled at once by full passes
 REMAKE = "copy both files again or run tools/preprocess_data.py again"
 
@@ -57,14 +59,18 @@ class DataError(UserError):
 
 def check_sidecar(sidecar: JsonObject) -> None:
     """Raises InputError unless all values exist, with the right type and range."""
-    for path, (holds, what) in {**REQUIRED, **OPTIONAL}.items():
+    for path, kind in SIDECAR.items():
         value: Any = sidecar
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else None
-        if not holds(value) and (path in REQUIRED or value is not None):
-            raise InputError(f"{path} is not {what}")
-    if sidecar.get("text_bytes") and not sidecar.get("tokens"):
-        raise InputError("text_bytes without tokens")
+        if value is None and path in OPTIONAL:
+            continue
+        if kind in RANGES:
+            is_sound = type(value) is int and value in RANGES[kind]
+        else:
+            is_sound = type(value) is str
+        if not is_sound:
+            raise InputError(f"{path} is not {kind}")
 
 
 def probes(count: int) -> np.ndarray:
@@ -79,27 +85,43 @@ def table_offsets(sequences: int) -> tuple[int, int, int]:
     return HEADER.size, HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
+def _map(path: Path) -> mmap.mmap:
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-    except (InputError, OSError) as error:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (ValueError, OSError) as error:  # ValueError: an empty file
         raise DataError(
             f"{path}: cannot be read: {error}; give the prefix of both files, without .bin or "
             ".idx, or make them with tools/preprocess_data.py"
         ) from None
 
 
-def _prefetch(path: Path, positions: np.ndarray, length: int) -> None:
+def _prefetch(mapped: mmap.mmap, begins: np.ndarray, length: int) -> None:
     """Ask the disk for `length` bytes at all positions: one latency instead of thousands."""
-    pages = np.concatenate([positions, positions + length - 1]) // mmap.PAGESIZE
-    with open(path, "rb") as file:
-        descriptor = file.fileno()
-        for page in set(pages.tolist()):
-            os.posix_fadvise(
-                descriptor, page * mmap.PAGESIZE, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED
-            )
+    ends = np.minimum(begins + length, len(mapped)) - 1
+    pages = np.concatenate([begins, ends]) // mmap.PAGESIZE
+    for page in set(pages.tolist()):
+        mapped.madvise(mmap.MADV_WILLNEED, page * mmap.PAGESIZE, mmap.PAGESIZE)
+
+
+def _header(path: Path, index: mmap.mmap) -> tuple[np.dtype, int, int]:
+    """Type of the ids, number of sequences and of document entries."""
+    header = index[: HEADER.size].ljust(HEADER.size, b"\0")
+    magic, version, code, sequences, entries = HEADER.unpack(header)
+    dtype = DTYPES.get(code)
+    if (magic, version) != (MAGIC, 1) or dtype is None or dtype.kind == "f":
+        raise DataError(
+            f"{path}, byte 0: not an index of Megatron's format: it begins with {magic!r}, "
+            f"version {version} and dtype code {code}, and an index with {MAGIC!r}, version 1 "
+            f"and the code of an integer type; {REMAKE}"
+        )
+    expected = HEADER.size + 12 * sequences + 8 * entries
+    if len(index) != expected or entries < 1:
+        raise DataError(
+            f"{path}, byte 18: {sequences} sequences and {entries} document entries need "
+            f"{expected} bytes, the file has {len(index)}: cut off or damaged; {REMAKE}"
+        )
+    return dtype, sequences, entries
 
 
 class IndexedDataset:
@@ -118,60 +140,37 @@ class IndexedDataset:
             Path(f"{prefix}.{end}") for end in ("bin", "idx", "json")
         )
         index, content = _map(self.idx_path), _map(self.bin_path)
-        self.dtype, sequences, entries = self._header(index)
-        self.num_sequences = sequences
-        self.num_documents = entries - 1
+        self.dtype, sequences, entries = _header(self.idx_path, index)
+        self.num_sequences, self.num_documents = sequences, entries - 1
         lengths_at, offsets_at, documents_at = table_offsets(sequences)
         self.lengths = np.frombuffer(index, "<i4", sequences, lengths_at)
         self.offsets = np.frombuffer(index, "<i8", sequences, offsets_at)
         self.documents = np.frombuffer(index, "<i8", entries, documents_at)
-        index.madvise(mmap.MADV_RANDOM)  # type: ignore[union-attr]  # spaced reads: no read-ahead
-        self._check_spaced_entries()
-        self._check_total()
+        index.madvise(mmap.MADV_RANDOM)  # spaced reads: no read-ahead
+        self._check_spaced_entries(index)
+        self._check_total(len(content))
         self.tokens = np.frombuffer(content, self.dtype)
         self.num_tokens = len(self.tokens)
-        self.sidecar = self._read_sidecar()
-        self.fingerprint = self._fingerprint(index)
+        self.sidecar = self._read_sidecar([len(content), len(index), self.num_tokens])
+        self.fingerprint = self._fingerprint(index, content)
 
-    def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
-        path, size = self.idx_path, len(index)
-        header = index[: HEADER.size].ljust(HEADER.size, b"\0")
-        magic, version, code, sequences, entries = HEADER.unpack(header)
-        dtype = DTYPES.get(code)
-        if (magic, version) != (MAGIC, 1) or dtype is None or dtype.kind == "f":
-            raise DataError(
-                f"{path}, byte 0: not an index of Megatron's format: it begins with {magic!r}, "
-                f"version {version} and dtype code {code}, and an index with {MAGIC!r}, version 1 "
-                f"and the code of an integer type; {REMAKE}"
-            )
-        expected = HEADER.size + 12 * sequences + 8 * entries
-        if size != expected or entries < 1:
-            raise DataError(
-                f"{path}, byte 18: {sequences} sequences and {entries} document entries need "
-                f"{expected} bytes, the file has {size}: cut off or damaged; {REMAKE}"
-            )
-        return dtype, sequences, entries
-
-    def _check_spaced_entries(self) -> None:
+    def _check_spaced_entries(self, index: mmap.mmap) -> None:
         """Check at most 1,024 entries of each table, which are asked of the disk together."""
-        lengths_at, offsets_at, documents_at = table_offsets(self.num_sequences)
-        sequences = probes(self.num_sequences)
-        documents = probes(self.num_documents + 1)
-        before = np.maximum(sequences - 1, 0)
-        places = (
-            lengths_at + 4 * before,
-            offsets_at + 8 * before,
-            documents_at + 8 * np.maximum(documents - 1, 0),
-        )
-        _prefetch(self.idx_path, np.concatenate(places), 16)
+        sequences, documents = probes(self.num_sequences), probes(self.num_documents + 1)
+        places = sequences, sequences, documents
+        for begin, width, at in zip(table_offsets(self.num_sequences), (4, 8, 8), places):
+            # each is compared with the one before it
+            _prefetch(index, begin + width * np.maximum(at - 1, 0), 2 * width)
         self._check_sequences(sequences)
         self._check_documents(documents)
 
+    def _ends(self, at: Any) -> Any:
+        """Byte of .bin at which each of the sequences `at` ends."""
+        return self.offsets[at] + self.lengths[at].astype(np.int64) * self.dtype.itemsize
+
     def _check_sequences(self, at: np.ndarray) -> None:
         """Check that each of the sequences `at` begins where the one before it ends, or at 0."""
-        before = np.maximum(at - 1, 0)
-        ends = self.offsets[before] + self.lengths[before].astype(np.int64) * self.dtype.itemsize
-        ends[at == 0] = 0
+        ends = np.where(at == 0, 0, self._ends(np.maximum(at - 1, 0)))
         begins = self.offsets[at]
         for k in np.flatnonzero(begins != ends)[:1]:
             byte = table_offsets(self.num_sequences)[1] + 8 * at[k]
@@ -196,22 +195,15 @@ class IndexedDataset:
                 f"{values[k]} with {count} sequences; {REMAKE}"
             )
 
-    def _check_total(self) -> None:
-        total = 0
-        if self.num_sequences:
-            total = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        size = self.bin_path.stat().st_size
+    def _check_total(self, size: int) -> None:
+        total = int(self._ends([-1])[0]) if self.num_sequences else 0
         if size != total:
             raise DataError(
                 f"{self.bin_path}, byte {min(size, total)}: the file has {size} bytes, its "
                 f"index describes {total}: cut off or damaged; {REMAKE}"
             )
-        if total == 0:
-            raise DataError(
-                f"{self.bin_path}: holds no token; was the input of tools/preprocess_data.py empty?"
-            )
 
-    def _read_sidecar(self) -> JsonObject | None:
+    def _read_sidecar(self, sizes: list[int]) -> JsonObject | None:
         if not os.path.lexists(self.sidecar_path):
             return None
         try:
@@ -224,25 +216,29 @@ class IndexedDataset:
             ) from None
         described = [sidecar["files"][kind]["bytes"] for kind in ("bin", "idx")]
         described.append(sidecar.get("tokens", self.num_tokens))
-        sizes = [path.stat().st_size for path in (self.bin_path, self.idx_path)]
-        if described != [*sizes, self.num_tokens]:
+        if described != sizes:
             raise DataError(
                 f"{self.sidecar_path}: describes other files ({described}: bytes of .bin, bytes "
-                f"of .idx, tokens) than these ({[*sizes, self.num_tokens]}); copy all three files "
-                "again, or delete it"
+                f"of .idx, tokens) than these ({sizes}); copy all three files again, or delete it"
             )
         return sidecar
 
-    def _fingerprint(self, index: mmap.mmap | bytes) -> str:
-        sizes = struct.pack("<QQ", len(index), self.tokens.nbytes)
+    def _fingerprint(self, index: mmap.mmap, content: mmap.mmap) -> str:
+        sizes = struct.pack("<QQ", len(index), len(content))
         digest = hashlib.blake2b(index[: HEADER.size] + sizes, digest_size=16)
         at = probes(self.num_sequences)
         digest.update(self.lengths[at].tobytes() + self.offsets[at].tobytes())
         pieces = np.linspace(0, max(self.num_tokens - 512, 0), 64).astype(np.int64)
-        _prefetch(self.bin_path, pieces * self.dtype.itemsize, 512 * self.dtype.itemsize)
+        _prefetch(content, pieces * self.dtype.itemsize, 512 * self.dtype.itemsize)
         for begin in pieces:
             digest.update(self.tokens[begin : begin + 512].tobytes())
         return digest.hexdigest()
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text for each token, where the sidecar knows them."""
+        text_bytes = (self.sidecar or {}).get("text_bytes")
+        return text_bytes / self.num_tokens if text_bytes else None
 
     def first_token(self, sequence: int) -> int:
         """Position in `tokens` at which sequence 0..S begins (S: the end of the data)."""

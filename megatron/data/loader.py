@@ -26,7 +26,7 @@ from megatron.data.token_stream import TokenStream, key_of, mix
 
 DEFAULT_SPLIT = "969,30,1"
 EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
-SAMPLES_AT_ONCE = 16  # whose tokens are held to count them
+SAMPLES_AT_ONCE = 16  # of which tokens are counted
 MOCK_DOCUMENT = 100  # tokens, its end-of-document included
 
 
@@ -71,16 +71,12 @@ class PythonReader(Reader, Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Endless samples: `batch` is a pure function. `config`: the length and the masks of samples.
-    epoch_samples is None for computed data; bytes_per_token where a sidecar knows it.
-    """
+    """Endless samples: `batch` is a pure function. `config`: the length and the masks of samples."""
 
-    name: str
     reader: Reader
     config: DataConfig
     eod: int
-    epoch_samples: int | None = None
-    bytes_per_token: float | None = None
+    bytes_per_token: float | None = None  # of a file whose sidecar knows it
     weight: float = 1.0  # share of its split's blend, which the mean over the split's sources takes
 
     def valid_tokens(self, first_sample: int, count: int) -> int:
@@ -89,9 +85,9 @@ class Source:
             return count * self.config.seq_length
         samples = np.arange(first_sample, first_sample + count, dtype=np.int64)
         valid = 0
-        for few in np.split(samples, range(SAMPLES_AT_ONCE, count, SAMPLES_AT_ONCE)):
-            tokens = self.reader.windows(few)[:, :-1]
-            valid += int(np.count_nonzero(tokens != self.eod))
+        for begin in range(0, count, SAMPLES_AT_ONCE):
+            windows = self.reader.windows(samples[begin : begin + SAMPLES_AT_ONCE])
+            valid += int(np.count_nonzero(windows[:, :-1] != self.eod))
         return valid
 
     def batch(self, first_sample: int, count: int) -> Batch:
@@ -158,14 +154,12 @@ class MockReader:
         drawn = mix(self.key + mix(document.astype(np.uint64)))
         share = (drawn >> np.uint64(11)).astype(np.float64) / 2.0**53  # uniform in [0, 1)
         ordinary = max(self.vocab_size - 1, 1)
-        token = (ordinary * share**3).astype(np.int64) + inside * (
-            1 + (drawn % np.uint64(3)).astype(np.int64)
-        )
+        first = (ordinary * share**3).astype(np.int64)
+        step = 1 + (drawn % np.uint64(3)).astype(np.int64)
         noise = mix(mix(self.key) + position.astype(np.uint64))
-        token = (
-            np.where(noise % np.uint64(20) == 0, (noise >> np.uint64(20)).astype(np.int64), token)
-            % ordinary
-        )
+        is_random = noise % np.uint64(20) == 0
+        other = (noise >> np.uint64(20)).astype(np.int64)
+        token = np.where(is_random, other, first + inside * step) % ordinary
         token += token >= self.eod  # skip the end-of-document id
         return np.where(inside == MOCK_DOCUMENT - 1, self.eod, token)
 
@@ -181,7 +175,6 @@ class Data:
     test: dict[str, Source]
     history: JsonObject
     notes: list[str]
-    eod: int
 
 
 @dataclass
@@ -299,23 +292,6 @@ class _Opener:
                 "cannot act: preprocess with --append-eod and this tokenizer, or drop the flag"
             )
 
-    def source(self, name: str, streams: list[TokenStream], blend: Blend, weight: float) -> Source:
-        """The samples of the streams, mixed by a blend."""
-        sidecars = [stream.dataset.sidecar or {} for stream in streams]
-        bytes_per_token = None
-        if all(sidecar.get("text_bytes") for sidecar in sidecars):
-            text_bytes = sum(sidecar["text_bytes"] for sidecar in sidecars)
-            bytes_per_token = text_bytes / sum(sidecar["tokens"] for sidecar in sidecars)
-        return Source(
-            name,
-            FileReader(streams, blend),
-            self.config.data,
-            self.tokenizer.eod,
-            sum(stream.samples for stream in streams),
-            bytes_per_token,
-            weight,
-        )
-
     def held_out(self, title: str, streams: list[TokenStream]) -> dict[str, Source]:
         """One source per stream: a single one is named `title`, several by the last part of their
         prefix (or all of it when those collide).
@@ -326,7 +302,13 @@ class _Opener:
             names = short if len(short) > 1 else [title]
         total = sum(stream.weight for stream in streams)
         return {
-            name: self.source(name, [stream], Blend([1]), stream.weight / total)
+            name: Source(
+                FileReader([stream], Blend([1])),
+                self.config.data,
+                self.tokenizer.eod,
+                stream.dataset.bytes_per_token,
+                stream.weight / total,
+            )
             for name, stream in zip(names, streams)
         }
 
@@ -396,7 +378,7 @@ def build_data(
         opener.notes += [_size(split, stream) for stream in streams]
     valid = opener.held_out("validation", held_out["valid"])
     test = opener.held_out("test", held_out["test"])
-    return Data(source, valid, test, history or {"segments": []}, opener.notes, tokenizer.eod)
+    return Data(source, valid, test, history or {"segments": []}, opener.notes)
 
 
 def _blended(
@@ -414,7 +396,8 @@ def _blended(
         size = _size("train", stream)
         opener.notes.append(f"{size} an epoch, share {share}/{PATTERN} = {share / PATTERN:.6f}")
     opener.notes += changes
-    return opener.source("train", streams, blend, 1.0), history
+    reader, eod = FileReader(streams, blend), opener.tokenizer.eod
+    return Source(reader, opener.config.data, eod), history
 
 
 def _size(split: str, stream: TokenStream) -> str:
@@ -429,16 +412,15 @@ def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:
 
     def source(name: str, seed: int) -> Source:
         key = key_of("mock", seed, name)
-        return Source(
-            name, MockReader(config.data.seq_length, vocab_size, eod, key), config.data, eod
-        )
+        reader = MockReader(config.data.seq_length, vocab_size, eod, key)
+        return Source(reader, config.data, eod)
 
     train = source("train", config.training.seed)
     validation, test = (
         {name: source(name, EVALUATION_SEED)} if evaluate else {} for name in ("validation", "test")
     )
     notes = [f"mock data: computed tokens over the vocabulary of {vocab_size}"]
-    return Data(train, validation, test, {"segments": []}, notes, eod)
+    return Data(train, validation, test, {"segments": []}, notes)
 
 
 def _read_by(data: Data, reader: PythonReader, history: JsonObject | None, consumed: int) -> Data:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data.loader import Source
+from megatron.data.tokenizer import Tokenizer
 from megatron.distributed.collectives import all_gather, all_reduce
 from megatron.kernels import philox
 from megatron.model.layer import HeadLayer, MicroBatch
@@ -60,23 +60,13 @@ def evaluate(run: Run, source: Source, name: str) -> float | None:
     return loss / tokens if tokens else float("nan")
 
 
-@dataclass(frozen=True)
-class SampleText:
-    """Token ids of a prompt and of its continuation."""
-
-    prompt: list[int]
-    written: list[int]
-
-    def readable(self, decode: Callable[[list[int]], str], eod: int) -> tuple[str, str]:
-        """Both as text, each end of document spelled out on a separate line."""
-
-        def text(ids: list[int]) -> str:
-            parts = groupby(ids, eod.__eq__)
-            return "".join(
-                f"\n{END}\n" * len([*run]) if ends else decode([*run]) for ends, run in parts
-            )
-
-        return text(self.prompt), text(self.written)
+def readable(ids: list[int], tokenizer: Tokenizer) -> str:
+    """Token ids as text, each end of document spelled out on a separate line."""
+    parts = []
+    for is_end, group in groupby(ids, tokenizer.eod.__eq__):
+        run = list(group)
+        parts.append(f"\n{END}\n" * len(run) if is_end else tokenizer.decode(run))
+    return "".join(parts)
 
 
 def sample_page(prompt: str, written: str) -> str:
@@ -98,9 +88,10 @@ class _OneWindow:
 
 
 @torch.no_grad()
-def write_sample(run: Run, source: Source) -> SampleText:
+def write_sample(run: Run, source: Source) -> tuple[list[int], list[int]]:
     """Continue the start of a source's first sample by up to --log-sample-text tokens, one forward
-    pass of a micro-batch for each; the same text on every rank and in every layout.
+    pass of a micro-batch for each: token ids of the prompt and of its continuation, the same on
+    every rank and in every layout.
 
     Each token is drawn with a random number of its position, the same at every evaluation, so that
     the texts of a run differ by the weights alone.
@@ -117,7 +108,7 @@ def write_sample(run: Run, source: Source) -> SampleText:
     for place in range(length, length + count):
         word = philox.philox4x32([torch.tensor([c]) for c in (place, 0, 0, 0)], key)[0].item()
         window[place] = _next_token(run, source, window, place - 1, word / 2**32)
-    return SampleText(window[:length].tolist(), window[length : length + count].tolist())
+    return window[:length].tolist(), window[length : length + count].tolist()
 
 
 def _next_token(run: Run, source: Source, window: np.ndarray, position: int, uniform: float) -> int:

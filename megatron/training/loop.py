@@ -19,7 +19,7 @@ from megatron.observe.console import evaluation_lines
 from megatron.observe.metrics import evaluation_metrics
 from megatron.optimizer.lr_schedule import finished
 from megatron.training.checkpointing import finalize, save
-from megatron.training.evaluate import evaluate, sample_page, write_sample
+from megatron.training.evaluate import evaluate, readable, sample_page, write_sample
 from megatron.training.exit import Exit
 from megatron.training.reporting import Interval, consumed, log
 from megatron.training.run import Run
@@ -201,8 +201,8 @@ def _log_evaluation(
 def _show_sample(run: Run) -> None:
     """What the model writes now; all ranks take part."""
     with _evaluating(run):
-        text = write_sample(run, next(iter(run.data.valid.values())))
-    prompt, written = text.readable(run.tokenizer.decode, run.data.eod)
+        ids = write_sample(run, next(iter(run.data.valid.values())))
+    prompt, written = (readable(each, run.tokenizer) for each in ids)
     line = " ".join(f"{prompt} | {written}".split())
     logger.info(f" sample text at iteration {run.progress.iteration}: {line}")
     run.tracker.show("sample-text", partial(sample_page, prompt, written), last=True)

@@ -1,6 +1,6 @@
-"""The report page: sections one below the other, each a function of the runs that returns HTML.
+"""The report page: what its sections hold of the runs; page.html says how they look.
 
-Called from tools/report.py. A new section is one more function in `page`.
+Called from tools/report.py. A new section is one more value in `page` and its lines in page.html.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from markupsafe import Markup
 from megatron.tools._report import picture
 from megatron.tools._report.curves import (
     COLOURS,
@@ -23,7 +23,7 @@ from megatron.tools._report.curves import (
     lives,
     table_of_axes,
 )
-from megatron.tools._report.markup import escaped, pairs, sheet, swatch
+from megatron.tools._report.markup import HERE, MACROS, render
 from megatron.tools._report.metric_names import METRICS
 from megatron.tools._report.runs import (
     KINDS,
@@ -40,68 +40,87 @@ from megatron.tools._report.time_spent import goodput_section, step_section
 
 from megatron.observe.metrics import Metrics
 
-HERE = Path(__file__).parent
 FLAGS_IN_LEGEND = 3
 MOST_EVENTS = 300  # of a run's list of events
+MOST_MARKS = 5000  # of a run in its charts
 POINTS_OF_AXES = 600
-RESTART = 'class=restart d="M6,-1V13"'
+Rows = list[list[Any]]
 
-Judged = tuple[bool, str]
+
+class Judgement(NamedTuple):
+    """Whether a loss is as expected, in a sentence; `kind`: ok, bad, or nothing to mark."""
+
+    is_good: bool
+    text: str
+    kind: str
 
 
 def page(
-    runs: list[LoggedRun],
-    judged: Judged | None = None,
-    judged_strictly: bool = False,
-    further_sections: Sequence[str] = (),
+    runs: list[LoggedRun], judged: Judgement | None = None, sections: Sequence[Markup] = ()
 ) -> str:
-    """The HTML text of one run or many, or of `further_sections` alone. `judged` is whether the
-    loss is as expected and that sentence, of the first run; it is marked as good only
-    if `judged_strictly`.
-    """
+    """The HTML text of one run or many, followed by further sections, or of these alone."""
+    style = Markup((HERE / "page.css").read_text(encoding="utf-8"))
     if not runs:
-        return document(["<h1>Study report</h1>", *further_sections])
+        empty = {"several": False, "judged": None}
+        return render("page.html", runs=runs, sections=sections, style=style, **empty)
     shown, further = charts(runs)
     strengths, strength = lives(runs)
-    several = len(runs) > 1
-    parts = [heading(runs)]
-    if judged is not None:
-        kind = ("ok" if judged[0] else "bad") if judged_strictly or not judged[0] else ""
-        parts.append(
-            f'<p class="verdict {kind}">{escaped(judged[1][0].upper() + judged[1][1:])}</p>'
-        )
-    parts.append(final_values(runs) if several else cards(runs[0].rows))
-    parts.append(switches(runs, len(strengths), strengths[strength], strength))
-    parts.append(picture_section(shown, further, runs, strengths[strength]))
-    parts += [prediction(runs), goodput_section(runs), step_section(runs), *further_sections]
-    parts += [differences_section(runs), events(runs)]
-    parts += ["<h2>Configuration</h2>", *(configuration(run, several) for run in runs)]
-    parts.append(units(runs))
-    return document(parts, data(runs, [*shown, *further], strengths, strength))
-
-
-def document(parts: Iterable[str], content: dict[str, Any] | None = None) -> str:
-    """A page with nothing outside of it: style, and `content` with the script that draws it."""
-    drawn = ""
-    if content is not None:
-        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-        drawn = (
-            "<script type=application/json id=data>" + text.replace("<", "\\u003c") + "</script>"
-            f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script>"
-        )
-    return (
-        "<!DOCTYPE html><html lang=en><head><meta charset=utf-8><meta name=viewport "
-        'content="width=device-width, initial-scale=1"><title>Training report</title>'
-        f"<style>{(HERE / 'page.css').read_text(encoding='utf-8')}</style></head><body><main>"
-        + "\n".join(part for part in parts if part)
-        + f"</main>{drawn}</body></html>\n"
+    differ = differences(runs)
+    counts = [Counter(mark.kind for mark in run.marks) for run in runs]
+    kinds = {kind: name for kind, name in KINDS.items() if any(each[kind] for each in counts)}
+    return render(
+        "page.html",
+        runs=runs,
+        several=len(runs) > 1,
+        names=named(runs),
+        judged=judged,
+        # values
+        final=final_values(runs),
+        figures=figures(runs[0].rows),
+        # curves
+        axes=[label for _, label, _ in axes(runs)],
+        strengths=list(map(strength_text, strengths)),
+        strength=strength,
+        looks=[look(number) for number in range(len(runs))],
+        flags=[legend_flags(differ, number) for number in range(len(runs))],
+        shown=drawn(shown, 0, runs, strengths[strength]),
+        absent=[
+            f"{each.title} ({each.metrics[0][0]} was not logged)"
+            for each in shown
+            if not each.drawn
+        ],
+        further=drawn(further, len(shown), runs, strengths[strength]),
+        # time
+        predictions=predictions(runs),
+        goodput=goodput_section(runs),
+        steps=step_section(runs),
+        sections=sections,
+        # configurations and events
+        unknown=[run.name for run in runs if run.config is None],
+        differences=[[name, *values] for name, values in differ],
+        kinds=kinds,
+        counts=[
+            [name, *(f"{own[kind]:,}" for kind in kinds)] for name, own in zip(named(runs), counts)
+        ],
+        summary=", ".join(f"{name} {counts[0][kind]:,}" for kind, name in kinds.items()),
+        most_events=MOST_EVENTS,
+        groups=[configuration(run.config or {}) for run in runs],
+        units=units(runs),
+        # what the script draws from
+        style=style,
+        script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
+        data=as_json(data(runs, [*shown, *further], strengths, strength)),
     )
 
 
-def heading(runs: list[LoggedRun]) -> str:
-    if len(runs) == 1:
-        return f"<h1>Training report</h1><p class=path>{escaped(runs[0].metrics)}</p>"
-    return f"<h1>Training report: {len(runs)} runs</h1>"
+def named(runs: list[LoggedRun]) -> list[Markup]:
+    """The name of each run next to its colour."""
+    return [MACROS.swatch(number, run) for number, run in enumerate(runs)]
+
+
+def as_json(content: dict[str, Any]) -> Markup:
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c"))  # no end of the script
 
 
 # ---- figures
@@ -144,122 +163,60 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
-def cards(rows: list[Metrics]) -> str:
-    return (
-        "<div class=cards>"
-        + "".join(
-            f"<div class=card><b>{value}</b><span>{label}</span></div>"
-            for label, value in figures(rows)
-            if value is not None
-        )
-        + "</div>"
-    )
-
-
-def final_values(runs: list[LoggedRun]) -> str:
+def final_values(runs: list[LoggedRun]) -> dict[str, Any]:
     """A row for each run, and where they end at different iterations the losses at the last one
     that all have reached.
     """
     columns = [dict(figures(run.rows)) for run in runs]
-    common = min(run.rows[-1]["iteration"] for run in runs)
-    if any(run.rows[-1]["iteration"] > common for run in runs):
+    ends = [run.rows[-1]["iteration"] for run in runs]
+    if max(ends) > (common := min(ends)):
         for column, run in zip(columns, runs, strict=True):
             reached = [row for row in run.rows if row["iteration"] <= common]
             for name, label in (("lm loss", "training"), ("lm loss validation", "validation")):
                 value = last(reached, name)
-                column[f"{label} loss at iteration {common:,}"] = (
-                    None if value is None else f"{value:.4f}"
-                )
+                text = None if value is None else f"{value:.4f}"
+                column[f"{label} loss at iteration {common:,}"] = text
     labels = [label for label in columns[0] if any(column[label] is not None for column in columns)]
     rows = [
-        [swatch(number, run), *(escaped(column[label] or "-") for label in labels)]
-        for number, (run, column) in enumerate(zip(runs, columns, strict=True))
+        [name, *(column[label] or "-" for label in labels)]
+        for name, column in zip(named(runs), columns, strict=True)
     ]
-    return "<h2>Final values</h2>" + sheet(["run", *labels], rows, numbers=True)
+    return {"labels": labels, "rows": rows}
 
 
-def prediction(runs: list[LoggedRun]) -> str:
+def predictions(runs: list[LoggedRun]) -> Rows:
     """Predicted next to measured step time, of the runs that logged a prediction."""
     rows = []
-    for number, run in enumerate(runs):
+    names = named(runs) if len(runs) > 1 else ["time of an iteration"]
+    for name, run in zip(names, runs, strict=True):
         predicted, measured = last(run.rows, PREDICTED), median(run.rows, "iteration-time")
-        if predicted is None or measured is None:
-            continue
-        rows.append(
-            [
-                swatch(number, run) if len(runs) > 1 else "time of an iteration",
-                f"{predicted:.4g} s",
-                f"{measured:.4g} s",
-                f"{predicted / measured - 1:+.1%}",
-            ]
-        )
-    if not rows:
-        return ""
-    names = ["", "predicted", "measured, median", "error of the prediction"]
-    return "<h2>Prediction and measurement</h2>" + sheet(names, rows, numbers=True)
+        if predicted is not None and measured is not None:
+            error = predicted / measured - 1
+            rows.append([name, f"{predicted:.4g} s", f"{measured:.4g} s", f"{error:+.1%}"])
+    return rows
 
 
-def differences_section(runs: list[LoggedRun]) -> str:
-    """What the configurations of several runs differ in."""
-    if len(runs) < 2:
-        return ""
-    unknown = [run.name for run in runs if run.config is None]
-    note = (
-        f"<p class=note>The configuration of {escaped(', '.join(unknown))} is not known: there is "
-        "no metrics.config.json next to its metrics.</p>"
-        if unknown
-        else ""
+def judge(rows: list[Metrics], expected: float, tolerance: float | None) -> Judgement:
+    """The last validation loss against an expected one. Without a tolerance any loss that is a
+    number is as expected.
+    """
+    got = last(rows, "lm loss validation")
+    if got is None:
+        fix = "the run has not been evaluated (see --eval-interval and --eval-iters)"
+        return Judgement(False, f"validation loss: expected {expected:.4f}, got none: {fix}", "bad")
+    is_good = math.isfinite(got) and (tolerance is None or abs(got - expected) <= tolerance)
+    margin = verdict = kind = ""
+    if tolerance is not None:
+        margin, verdict = f" ± {tolerance:g}", ": as expected" if is_good else ": NOT as expected"
+        kind = "ok"
+    text = (
+        f"validation loss: expected {expected:.4f}{margin}, got {got:.4f} (difference "
+        f"{got - expected:+.4f}){verdict}"
     )
-    found = differences(runs)
-    if not found:
-        text = "" if unknown else "<p class=note>The configurations do not differ.</p>"
-        return f"<h2>Configuration differences</h2>{note}{text}"
-    rows = [[escaped(name), *map(escaped, values)] for name, values in found]
-    heads = ["flag", *(swatch(number, run) for number, run in enumerate(runs))]
-    return f"<h2>Configuration differences</h2>{note}" + sheet(heads, rows)
+    return Judgement(is_good, text, kind if is_good else "bad")
 
 
 # ---- charts
-
-
-def switches(runs: list[LoggedRun], choices: int, life: float, strength: int) -> str:
-    """Axis, scale and smoothing, which need the script, and of several runs the legend."""
-    options = "".join(
-        f"<option value={number}>{escaped(label)}</option>"
-        for number, (_, label, _) in enumerate(axes(runs))
-    )
-    text = strength_text(life)
-    smoothing = (
-        f"<label{' hidden' if choices == 1 else ''}>smoothing <input type=range id=smoothing min=0 "
-        f"max={choices - 1} value={strength}><output id=strength>{text}</output></label>"
-    )
-    bar = (
-        f"<div class=switches hidden><label>x axis <select id=axis>{options}</select></label>"
-        "<label><input type=checkbox id=log> logarithmic y</label>"
-        f"{smoothing}<button id=whole hidden>show all again</button></div>"
-    )
-    legend = ""
-    if len(runs) > 1:
-        found = differences(runs)
-        flags = [
-            " ".join(
-                f"{name.removeprefix('--')} {values[number]}"
-                for name, values in found[:FLAGS_IN_LEGEND]
-                if name.startswith("--") and len(values[number]) <= 40
-            )
-            for number in range(len(runs))
-        ]
-        legend = (
-            "<div class=runs>"
-            + "".join(
-                f"<label><input type=checkbox class=switches hidden checked data-run={number}>"
-                f"{sample(*look(number))}<span>{escaped(run.name)} "
-                f"<small>{escaped(flags[number])}</small></span></label>"
-                for number, run in enumerate(runs)
-            )
-            + "</div>"
-        )
-    return f"<h2>Curves</h2><div class=bar>{bar}{legend}</div>"
 
 
 def strength_text(life: float) -> str:
@@ -272,70 +229,48 @@ def look(run: int) -> tuple[str, str]:
     return COLOURS[run % len(COLOURS)], DASHES[run // len(COLOURS) % len(DASHES)]
 
 
-def sample(colour: str, dash: str) -> str:
-    """A piece of a line, for legends."""
-    return (
-        f'<svg width=22 height=8><path class=curve stroke="{colour}" stroke-dasharray="{dash}" '
-        'd="M0,4H22"/></svg>'
+def legend_flags(differ: list[tuple[str, list[str]]], run: int) -> str:
+    """The first flags that the runs differ in, with the values of one."""
+    return " ".join(
+        f"{name.removeprefix('--')} {values[run]}"
+        for name, values in differ[:FLAGS_IN_LEGEND]
+        if name.startswith("--") and len(values[run]) <= 40
     )
 
 
-def picture_section(
-    shown: list[Chart], further: list[Chart], runs: list[LoggedRun], life: float
-) -> str:
-    present = [chart for chart in shown if chart.drawn]
-    absent = [chart for chart in shown if not chart.drawn]
-    number = {id(chart): k for k, chart in enumerate([*shown, *further])}
-
-    def grid(some: list[Chart]) -> str:
-        return (
-            "<div class=charts>"
-            + "".join(chart_figure(chart, number[id(chart)], runs, life) for chart in some)
-            + "</div>"
-        )
-
-    parts = [grid(present)]
-    if absent:
-        names = "; ".join(
-            f"{chart.title} ({' and '.join(name for name, _ in chart.metrics[:1])} was not logged)"
-            for chart in absent
-        )
-        parts.append(f"<p class=note>Nothing to draw of: {escaped(names)}.</p>")
-    if further:
-        parts.append(
-            f"<details><summary>Further metrics ({len(further)})</summary>{grid(further)}</details>"
-        )
-    return "".join(parts)
+def drawn(
+    some: list[Chart], first: int, runs: list[LoggedRun], life: float
+) -> list[dict[str, Any]]:
+    """The charts that have curves, with their pictures; `first`: the number of the first in the
+    data of the script.
+    """
+    return [
+        {
+            "number": number,
+            "title": chart.title,
+            "unit": chart.unit,
+            "wide": chart.wide,
+            "legend": legend(chart, runs),
+            "picture": Markup(picture.svg(chart, runs, life)),
+        }
+        for number, chart in enumerate(some, first)
+        if chart.drawn
+    ]
 
 
-def chart_figure(chart: Chart, number: int, runs: list[LoggedRun], life: float) -> str:
-    unit = f" <span class=unit>{escaped(chart.unit)}</span>" if chart.unit else ""
-    legend = []
+def legend(chart: Chart, runs: list[LoggedRun]) -> list[tuple[Markup, str]]:
+    """Samples of what is drawn, and their names."""
+    found: list[tuple[Markup, str]] = []
     if len(runs) == 1 and len(chart.drawn) > 1:
-        legend = [sample(curve.colour, curve.dash) + escaped(curve.label) for curve in chart.drawn]
-    elif any(curve.dash == "2 3" and curve.label == "predicted" for curve in chart.drawn):
-        legend = [sample(picture.GREY, "2 3") + "predicted"]
+        found = [(MACROS.sample(curve.colour, curve.dash), curve.label) for curve in chart.drawn]
+    elif any(curve.label == "predicted" for curve in chart.drawn):
+        found = [(MACROS.sample(picture.GREY, "2 3"), "predicted")]
     if broken := sum(len(curve.broken) for curve in chart.drawn):
-        legend.append(sign("skipped") + f"NaN or Inf ({broken})")
+        found.append((MACROS.sign("skipped"), f"NaN or Inf ({broken})"))
     if picture.lanes_of(chart, runs):
-        kinds = Counter(
-            mark.kind for run in runs for mark in run.marks if mark.iteration is not None
-        )
-        legend += [sign(kind) + name for kind, name in KINDS.items() if kinds[kind]]
-    keys = "".join(f"<span>{entry}</span>" for entry in legend)
-    return (
-        f"<figure{' class=wide' if chart.wide else ''} data-chart={number}><figcaption>"
-        f"<b>{escaped(chart.title)}</b>{unit}"
-        + (f"<div class=legend>{keys}</div>" if keys else "")
-        + f"</figcaption>{picture.svg(chart, runs, life)}<div class=tip hidden></div></figure>"
-    )
-
-
-def sign(kind: str) -> str:
-    """The sign of a kind of event, for legends."""
-    colour = picture.BROKEN if kind == "skipped" else picture.GREY
-    drawn = f'class=mark d="M6,6{picture.GLYPHS[kind]}"' if kind in picture.GLYPHS else RESTART
-    return f'<svg width=12 height=12><path stroke="{colour}" {drawn}/></svg>'
+        kinds = {mark.kind for run in runs for mark in run.marks if mark.iteration is not None}
+        found += [(MACROS.sign(kind), name) for kind, name in KINDS.items() if kind in kinds]
+    return found
 
 
 def data(
@@ -347,7 +282,7 @@ def data(
         "axes": [label for _, label, _ in found],
         "lives": strengths,
         "strength": strength,
-        "strengths": [strength_text(life) for life in strengths],
+        "strengths": list(map(strength_text, strengths)),
         "layout": picture.LAYOUT,
         "glyphs": picture.GLYPHS,
         "suffixes": picture.SUFFIXES,
@@ -357,15 +292,10 @@ def data(
             {
                 "name": run.name,
                 "mark_colour": picture.mark_colour(number, runs),
-                "x": [
-                    rounded_all(column)
-                    for column in table_of_axes(
-                        [columns[number] for _, _, columns in found], run.rows, POINTS_OF_AXES
-                    )
-                ],
+                "x": x_of(run, [columns[number] for _, _, columns in found]),
                 "marks": [
                     [mark.kind, mark.iteration, mark.text]
-                    for mark in run.marks[:5000]
+                    for mark in run.marks[:MOST_MARKS]
                     if mark.iteration is not None
                 ],
             }
@@ -378,15 +308,10 @@ def data(
                 "lanes": picture.lanes_of(chart, runs),
                 "from_zero": chart.from_zero,
                 "curves": [
-                    {
-                        "run": curve.run,
-                        "label": curve.label,
-                        "colour": curve.colour,
-                        "dash": curve.dash,
-                        "noisy": curve.noisy,
+                    vars(curve)
+                    | {
                         "points": columns_of(curve.points, 2),
                         "means": columns_of(curve.means, 3) if curve.means else None,
-                        "broken": curve.broken,
                     }
                     for curve in chart.drawn
                 ],
@@ -394,6 +319,10 @@ def data(
             for chart in drawn
         ],
     }
+
+
+def x_of(run: LoggedRun, columns: list[list[float]]) -> list[list[float]]:
+    return list(map(rounded_all, table_of_axes(columns, run.rows, POINTS_OF_AXES)))
 
 
 def columns_of(rows: Iterable[tuple[float, ...]], count: int) -> list[list[float]]:
@@ -406,83 +335,22 @@ def rounded_all(values: list[float]) -> list[float]:
     return [value if isinstance(value, int) else float(f"{value:.7g}") for value in values]
 
 
-# ---- events and configuration
+# ---- configuration
 
 
-def events(runs: list[LoggedRun]) -> str:
-    """How often each thing happened, and a list of all."""
-    kinds = [kind for kind in KINDS if any(mark.kind == kind for run in runs for mark in run.marks)]
-    if not kinds:
-        return ""
-    rows = []
-    for number, run in enumerate(runs):
-        counts = Counter(mark.kind for mark in run.marks)
-        rows.append([swatch(number, run), *(f"{counts[kind]:,}" for kind in kinds)])
-    several = len(runs) > 1
-    table = sheet(["run", *(KINDS[kind] for kind in kinds)], rows, numbers=True) if several else ""
-    lists = (listed(run, several) for run in runs if run.marks)
-    return f"<h2>Events</h2>{table}{''.join(lists)}"
+def configuration(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Everything that metrics.config.json holds of a run, by group."""
+    plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    groups = {name: value for name, value in config.items() if isinstance(value, dict)}
+    named_groups = ({"run": plain} if plain else {}) | groups
+    return [(title, flattened(values)) for title, values in named_groups.items()]
 
 
-def listed(run: LoggedRun, several: bool) -> str:
-    """The events of a run in their order."""
-    counts = Counter(mark.kind for mark in run.marks)
-    summary = ", ".join(f"{KINDS[kind]} {counts[kind]:,}" for kind in KINDS if counts[kind])
-    rows = [
-        ("" if mark.iteration is None else f"iteration {mark.iteration:,}", mark.text)
-        for mark in run.marks[:MOST_EVENTS]
-    ]
-    left = f"<p class=note>The first {MOST_EVENTS} of {len(run.marks):,}.</p>"
-    return (
-        f"<details><summary>{escaped(run.name) if several else summary}</summary>{pairs(rows)}"
-        f"{left if len(run.marks) > MOST_EVENTS else ''}</details>"
-    )
-
-
-def configuration(run: LoggedRun, several: bool) -> str:
-    """Everything that metrics.config.json holds of a run."""
-    if run.config is None:
-        return (
-            f"<p class=note>No metrics.config.json next to {escaped(run.metrics)}: the run's "
-            "configuration is not known.</p>"
-        )
-    plain = {name: value for name, value in run.config.items() if not isinstance(value, dict)}
-    groups = {name: value for name, value in run.config.items() if isinstance(value, dict)}
-    inner = "".join(
-        f"<details><summary>{escaped(title)}</summary>{pairs(flattened(value))}</details>"
-        for title, value in (({"run": plain} if plain else {}) | groups).items()
-    )
-    if not several:
-        return inner
-    return f"<details><summary>{escaped(run.name)}</summary>{inner}</details>"
-
-
-def units(runs: list[LoggedRun]) -> str:
+def units(runs: list[LoggedRun]) -> list[tuple[str, str]]:
+    """The logged metrics and their meaning."""
     logged = {name for run in runs for row in run.rows for name in row}
-    rows = [
-        (name, f"{unit + ': ' if unit else ''}{meaning}")
+    return [
+        (name, f"{unit}: {meaning}" if unit else meaning)
         for name, (unit, meaning) in METRICS.items()
         if name in logged
     ]
-    return f"<details><summary>Metrics and their units</summary>{pairs(rows)}</details>"
-
-
-def verdict(rows: list[Metrics], expected: float, tolerance: float | None) -> Judged:
-    """(as expected?, that sentence). Without a tolerance any loss that is a number is
-    as expected.
-    """
-    got = last(rows, "lm loss validation")
-    if got is None:
-        return (
-            False,
-            f"validation loss: expected {expected:.4f}, got none: the run has not been evaluated "
-            "(see --eval-interval and --eval-iters)",
-        )
-    margin = "" if tolerance is None else f" ± {tolerance:g}"
-    ok = math.isfinite(got) and (tolerance is None or abs(got - expected) <= tolerance)
-    judgement = "" if tolerance is None else (": as expected" if ok else ": NOT as expected")
-    return (
-        ok,
-        f"validation loss: expected {expected:.4f}{margin}, got {got:.4f} (difference "
-        f"{got - expected:+.4f}){judgement}",
-    )

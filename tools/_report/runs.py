@@ -5,7 +5,6 @@ Called from tools/report.py and page.py.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.tools._report.goodput_account import Goodput, goodput
-from megatron.tools._report.metrics_file import metrics_path, read_metrics
+from megatron.tools._report.metrics_file import metrics_path, read_json_lines, read_metrics
 from megatron.tools._report.step_parts import StepParts, step_table
 
 from megatron.config.errors import UserError
@@ -34,13 +33,8 @@ KINDS = {
     "skipped": "skipped steps",
     "other": "other event",
 }
-# words in the name of an event that give its kind, the first that fits
-_KIND_OF = (
-    ("restart", ("start", "resume")),
-    ("checkpoint", ("checkpoint", "save")),
-    ("evaluation", ("evaluation", "validation")),
-    ("skipped", ("skip", "nan", "spike", "rollback")),
-)
+# of the events of a run; other events are of the kind "other"
+_KIND_OF = {"start": "restart", "checkpoint": "checkpoint", "evaluation": "evaluation"}
 # parts of others, and what happens all the time
 _QUIET = {"steps", "ready", "restore", "checkpoint-wait"}
 # where a run writes, and how far one start of it goes: no difference that explains a curve
@@ -63,14 +57,11 @@ _BANNER = ("versions", "device", "layout", "kernels")  # what is not in the flag
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened: `kind` is a key of KINDS. `iteration` and `timestamp` (Unix time in
-    seconds) are None where they are not known.
-    """
+    """Something that happened: `kind` is a key of KINDS."""
 
     kind: str
     text: str
-    iteration: int | None
-    timestamp: float | None
+    iteration: int | None  # None where it is not known
 
 
 @dataclass(frozen=True)
@@ -168,19 +159,18 @@ def marks_of_rows(rows: list[Metrics]) -> list[Mark]:
     marks = []
     skipped = 0.0
     for row in rows:
-        found = []
+        iteration = int(row["iteration"])
         if RESUMED in row:
-            marks.append(Mark("restart", "restart", int(row[RESUMED]), row.get("timestamp")))
+            marks.append(Mark("restart", "restart", int(row[RESUMED])))
         if "save-checkpoint-seconds" in row:
-            found.append(("checkpoint", _checkpoint(row)))
+            marks.append(Mark("checkpoint", _checkpoint(row), iteration))
         if VALIDATION in row:
-            found.append(("evaluation", f"evaluation, loss {row[VALIDATION]:.4f}"))
-        if (samples := row.get("skipped-train-samples", 0)) > skipped:
-            found.append(("skipped", f"{samples - skipped:,.0f} samples of skipped steps"))
+            marks.append(Mark("evaluation", f"evaluation, loss {row[VALIDATION]:.4f}", iteration))
+        samples = row.get("skipped-train-samples", 0)
+        if samples > skipped:
+            text = f"{samples - skipped:,.0f} samples of skipped steps"
+            marks.append(Mark("skipped", text, iteration))
         skipped = samples
-        marks += [
-            Mark(kind, text, int(row["iteration"]), row.get("timestamp")) for kind, text in found
-        ]
     return marks
 
 
@@ -192,49 +182,32 @@ def _checkpoint(row: Metrics) -> str:
 
 
 def read_events(path: Path) -> list[Mark]:
-    """The marks of a file with one JSON object a line: `event` is its name, `iteration` and
-    `timestamp` or `time` give when. The first start is none. No file has no marks; lines that are
-    no events, as a kill leaves them, are skipped.
+    """The marks of events.jsonl; the first start is none. No file has no marks; lines that are no
+    events, as a kill leaves them, are skipped.
     """
     if not path.is_file():
         return []
-    marks = []
+    marks: list[Mark] = []
     starts = 0
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            event = json.loads(line)
-            name, iteration = str(event["event"]), event.get("iteration")
-            time = event.get("timestamp", event.get("time"))
-            starts += name == "start"
-            if name in _QUIET or name.endswith("-begin") or (name == "start" and starts == 1):
-                continue
-            marks.append(
-                Mark(
-                    _kind(name),
-                    _event("restart" if name == "start" else name, event),
-                    None if iteration is None else int(iteration),
-                    None if time is None else float(time),
-                )
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+    for event in read_json_lines(path):
+        name, iteration = event.get("event"), event.get("iteration")
+        if not isinstance(name, str) or type(iteration) not in (int, type(None)):
             continue
+        starts += name == "start"
+        is_first = name == "start" and starts == 1
+        if name not in _QUIET and not name.endswith("-begin") and not is_first:
+            marks.append(Mark(_KIND_OF.get(name, "other"), _text(name, event), iteration))
     return marks
 
 
-def _kind(name: str) -> str:
-    return next(
-        (kind for kind, words in _KIND_OF if any(word in name.lower() for word in words)), "other"
-    )
-
-
-def _event(name: str, event: dict[str, Any]) -> str:
+def _text(name: str, event: dict[str, Any]) -> str:
     rest = [
         f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in event.items()
         if key not in ("event", "iteration", "timestamp", "time")
         and not isinstance(value, (dict, list))
     ]
-    return ", ".join([name, *rest])
+    return ", ".join(["restart" if name == "start" else name, *rest])
 
 
 def merged(rows: list[Mark], events: list[Mark]) -> list[Mark]:

@@ -6,94 +6,71 @@ Called from page.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.tools._report import goodput_text
-from megatron.tools._report.goodput_account import Goodput
 from megatron.tools._report.goodput_text import MEANINGS
-from megatron.tools._report.markup import escaped, part_colour, sheet, square, stack, swatch
+from megatron.tools._report.markup import MACROS, part_heads
 from megatron.tools._report.runs import LoggedRun
 from megatron.tools._report.step_parts import in_milliseconds, mean_steps, part_names
 
 
-def goodput_section(runs: list[LoggedRun]) -> str:
+def goodput_section(runs: list[LoggedRun]) -> dict[str, Any] | None:
     """Productive time and its losses of the runs whose events are there: of one run a row a cause,
     of several a row a run.
     """
+    several = len(runs) > 1
     known = [(number, run) for number, run in enumerate(runs) if run.goodput is not None]
     if not known:
-        return ""
-    body = _causes(runs[0].goodput) if len(runs) == 1 else _goodputs(known)
-    faults = (
-        f"<p class=note>{escaped(run.name + ': ') if len(runs) > 1 else ''}{escaped(fault)}.</p>"
+        return None
+    faults = [
+        f"{run.name}: {fault}" if several else fault
         for _, run in known
         if (fault := goodput_text.fault(run.goodput))
-    )
-    return f"<h2>Goodput</h2>{body}{''.join(faults)}"
-
-
-def _causes(found: Goodput) -> str:
-    rows = [
-        [
-            f"{square(part_colour(number))}{cause}: {MEANINGS[cause]}",
-            f"{seconds:,.1f}",
-            f"{seconds / (found.wall or 1.0):.1%}",
-        ]
-        for number, (cause, seconds) in enumerate(found.rows())
     ]
-    rows.append(["wall time", f"{found.wall:,.1f}", "100.0%"])
-    headline = escaped(goodput_text.headline(found))
-    return (
-        f"<p class=note>{headline[0].upper()}{headline[1:]}.</p>"
-        f"<div class=bar-of-parts>{stack(found.rows())}</div>"
-        + sheet(["cause", "seconds", "share"], rows, numbers=True)
-    )
+    if several:
+        heads = part_heads([f"{cause}, s (share)" for cause in MEANINGS])
+        return {
+            "headline": None,
+            "heads": ["run", "", "starts", "wall time, s", *heads],
+            "rows": [_of_run(number, run) for number, run in known],
+            "faults": faults,
+        }
+    found = runs[0].goodput
+    headline, wall = goodput_text.headline(found), found.wall or 1.0
+    names = part_heads([f"{cause}: {meaning}" for cause, meaning in MEANINGS.items()])
+    rows = [
+        [name, f"{seconds:,.1f}", f"{seconds / wall:.1%}"]
+        for name, (_, seconds) in zip(names, found.rows(), strict=True)
+    ]
+    return {
+        "headline": headline[0].upper() + headline[1:],
+        "parts": found.rows(),
+        "heads": ["cause", "seconds", "share"],
+        "rows": [*rows, ["wall time", f"{found.wall:,.1f}", "100.0%"]],
+        "faults": faults,
+    }
 
 
-def _goodputs(known: list[tuple[int, LoggedRun]]) -> str:
+def _of_run(number: int, run: LoggedRun) -> list[Any]:
+    found = run.goodput
+    wall = found.wall or 1.0
+    cells = [f"{seconds:,.1f} ({seconds / wall:.1%})" for _, seconds in found.rows()]
+    bar = MACROS.stack(found.rows())
+    return [MACROS.swatch(number, run), bar, found.starts, f"{found.wall:,.1f}", *cells]
+
+
+def step_section(runs: list[LoggedRun]) -> dict[str, Any] | None:
+    """The parts of the steps that a profile recorded, a row a rank."""
+    names = part_names([step for run in runs for step in run.steps])
     rows = []
-    for number, run in known:
-        found = run.goodput
-        wall = found.wall or 1.0
-        cells = [f"{seconds:,.1f} ({seconds / wall:.1%})" for _, seconds in found.rows()]
-        counts = [f"{found.starts}", f"{found.wall:,.1f}"]
-        rows.append([swatch(number, run), stack(found.rows()), *counts, *cells])
-    causes = [
-        f"{square(part_colour(number))}{cause}, s (share)" for number, cause in enumerate(MEANINGS)
-    ]
-    return sheet(["run", "", "starts", "wall time, s", *causes], rows, numbers=True)
-
-
-def step_section(runs: list[LoggedRun]) -> str:
-    """The parts of the steps that a profile recorded, a row a rank; for one run without a profile
-    how it gets one.
-    """
-    faults = "".join(
-        f"<p class=note>{escaped(run.trace_fault)}</p>" for run in runs if run.trace_fault
-    )
-    recorded = [(number, run) for number, run in enumerate(runs) if run.steps]
-    if not recorded:
-        hint = (
-            "<p class=note>Where the time of a step went is not recorded: --profile with "
-            "--profile-step-start and --profile-step-end records some steps.</p>"
-        )
-        return faults or (hint if len(runs) == 1 else "")
-    names = part_names([step for _, run in recorded for step in run.steps])
-    rows = [
-        [
-            *([swatch(number, run)] if len(runs) > 1 else []),
-            f"rank {step.rank}",
-            stack([(name, step.parts.get(name, 0.0)) for name in names]),
-            f"{step.steps}",
-            f"{1000 * step.seconds:.1f}",
-            *(in_milliseconds(step, name) for name in names),
-        ]
-        for number, run in recorded
-        for step in mean_steps(run.steps)
-    ]
-    heads = [f"{square(part_colour(number))}{escaped(name)}" for number, name in enumerate(names)]
-    first = ["run"] if len(runs) > 1 else []
-    return (
-        "<h2>Where the steps went</h2><p class=note>Means over the steps that --profile recorded, "
-        "in milliseconds and percent of the step. Recording takes time itself, most of it in "
-        f"the part host.</p>{faults}"
-        + sheet([*first, "rank", "", "steps", "ms", *heads], rows, numbers=True)
-    )
+    for number, run in enumerate(runs):
+        for step in mean_steps(run.steps):
+            bar = MACROS.stack([(name, step.parts.get(name, 0.0)) for name in names])
+            cells = [in_milliseconds(step, name) for name in names]
+            row = [f"rank {step.rank}", bar, step.steps, f"{1000 * step.seconds:.1f}", *cells]
+            rows.append([MACROS.swatch(number, run), *row] if len(runs) > 1 else row)
+    if not rows:
+        return None
+    heads = ["rank", "", "steps", "ms", *part_heads(names)]
+    return {"heads": ["run", *heads] if len(runs) > 1 else heads, "rows": rows}

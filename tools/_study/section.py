@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron.tools._report.markup import escaped, sheet
+from markupsafe import Markup, escape
+from megatron.tools._report.markup import render
 from megatron.tools._study import raw
 from megatron.tools._study.chart import draw
 from megatron.tools._study.table import cells_of, failures_of, summary
@@ -22,27 +23,26 @@ def is_study(folder: Path) -> bool:
     return (folder / raw.RAW).is_file()
 
 
-def study_section(folder: Path) -> str:
+def study_section(folder: Path) -> Markup:
     """HTML of a study's folder. Raises UserError where its raw rows are none."""
     found = summary(raw.read(folder))
     columns = cells_of(found)
     tables = []
     if columns["row"]:
-        rows = [list(map(escaped, cells)) for cells in zip(*columns.values(), strict=True)]
-        tables.append(sheet(list(map(escaped, columns)), rows, numbers=True))
+        tables.append((list(columns), zip(*columns.values(), strict=True), True))
     if failed := failures_of(found):
-        heads, *rows = failed
-        tables.append(sheet(heads, [list(map(escaped, cells)) for cells in rows]))
-    picture = draw(found).replace(NAMESPACE, " class=study", 1)
-    notes = "".join(f"<li>{emphasised(note)}</li>" for note in found.notes)
-    return (
-        f"<h2>Study {escaped(found.header['name'])}</h2><p class=path>{escaped(folder)}</p>"
-        f"<div class=sheet tabindex=0>{picture}</div>"
-        f"{''.join(f'<br>{table}' for table in tables)}<ul class=notes>{notes}</ul>"
+        tables.append((failed[0], failed[1:], False))
+    return render(
+        "study.html",
+        name=found.header["name"],
+        folder=folder,
+        picture=Markup(draw(found).replace(NAMESPACE, " class=study", 1)),
+        tables=tables,
+        notes=map(emphasised, found.notes),
     )
 
 
-def emphasised(note: str) -> str:
+def emphasised(note: str) -> Markup:
     """A note's Markdown, in which only **this** and *this* mean something, as HTML."""
-    bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escaped(note))
-    return re.sub(r"\*(.+?)\*", r"<i>\1</i>", bold)
+    bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", str(escape(note)))
+    return Markup(re.sub(r"\*(.+?)\*", r"<i>\1</i>", bold))

@@ -98,7 +98,7 @@ def test_train_valid_and_test_never_share_a_token(tmp_path):
     last = 0
     for source in (data.train, data.valid["validation"], data.test["test"]):
         (stream,) = source.reader.streams
-        assert stream.begin == last and source.epoch_samples == stream.samples
+        assert stream.begin == last
         last += stream.num_tokens
     assert last == stream.dataset.num_tokens
 
@@ -270,7 +270,7 @@ def test_an_end_of_document_beyond_the_vocabulary_is_found_before_training(tmp_p
         build_split(prefix, **settings)
     kind, size = re.search(r"--tokenizer-type (\w+) --vocab-size (\d+)", str(error.value)).groups()
     data = build_split(prefix, **settings, tokenizer_type=kind, vocab_size=int(size))
-    assert data.eod == 777
+    assert data.train.eod == 777
     data.train.batch(0, 100)
 
 

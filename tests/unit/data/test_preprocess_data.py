@@ -140,7 +140,7 @@ def test_the_sidecar_tells_the_loader(tmp_path):
     tokenizer = build_tokenizer(config)
     data = build_data(Config(data=config, evaluation=EvaluationConfig(eval_iters=0)), tokenizer)
     assert not any("another tokenizer" in note or "no sidecar" in note for note in data.notes)
-    assert data.train.bytes_per_token > 2
+    assert data.train.reader.streams[0].dataset.bytes_per_token > 2
     sidecar = json.loads(Path(prefix + ".json").read_text())
     assert sidecar["text_bytes"] == sum(map(len, integers(300)))
     assert sidecar["tokenizer"]["fingerprint"] == tokenizer.fingerprint

@@ -20,9 +20,10 @@ from parity.layouts import BASE, NO_DROPOUT, Row
 from parity.worker import one_thread, run_case
 from unit.observe.wandb_files import history
 
+from megatron.data.tokenizer import Tokenizer
 from megatron.distributed import logs
 from megatron.training import loop
-from megatron.training.evaluate import END, LONGEST_PROMPT, SampleText, sample_page, write_sample
+from megatron.training.evaluate import END, LONGEST_PROMPT, readable, sample_page, write_sample
 from megatron.training.run import Run
 from pretrain_gpt import main
 from tools.generate import choose
@@ -44,7 +45,10 @@ RUNS = [
 ]
 
 
-def texts_of(flags: tuple[str, ...]) -> list[SampleText]:
+Ids = tuple[list[int], list[int]]  # of a prompt and of what follows it
+
+
+def texts_of(flags: tuple[str, ...]) -> list[Ids]:
     """What a run has written, on this rank."""
     written = []
 
@@ -85,7 +89,7 @@ def test_a_log_in_ascii_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, list[SampleText]]:
+def alone() -> dict[str, list[Ids]]:
     """What one process writes, by its flags."""
     with one_thread():
         return {
@@ -99,10 +103,10 @@ def test_every_layout_writes_what_one_process_writes(gloo_world, alone, layout, 
     words = Row(layout, "gpt").words
     found = gloo_world(words.ranks).run(texts_of, (*FLAGS, *flags.split(), *words.flags))
     assert found == [alone[flags]] * words.ranks
-    assert len(alone[flags]) == 2 and all(len(text.written) == 6 for text in alone[flags])
+    assert len(alone[flags]) == 2 and all(len(written) == 6 for _, written in alone[flags])
     # an evaluation later the weights are others, and the random numbers the same
-    assert alone[flags][0].prompt == alone[flags][1].prompt
-    assert alone[flags][0].written != alone[flags][1].written
+    (prompt, first), (again, second) = alone[flags]
+    assert prompt == again and first != second
 
 
 @pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights --bf16"])
@@ -111,17 +115,17 @@ def test_it_is_what_the_logits_say(flags):
     compared = []
 
     def write(run: Run, source):
-        text = write_sample(run, source)
-        ids, key = list(text.prompt), philox.key(run.config.training.seed, "sample-text")
+        prompt, written = write_sample(run, source)
+        ids, key = list(prompt), philox.key(run.config.training.seed, "sample-text")
         assert ids == source.batch(0, 1).tokens[0, : len(ids)].tolist()
-        for token in text.written:
+        for token in written:
             word = philox.philox4x32([torch.tensor([c]) for c in (len(ids), 0, 0, 0)], key)[0]
             logits = run.model.logits(torch.tensor([ids]))[0, -1].double()
             uniform = word.item() / 2**32
             expected = choose(logits, uniform, temperature=1.0, top_k=0, top_p=1.0)
             compared.append((token, expected))
             ids.append(token)
-        return text
+        return prompt, written
 
     kept = [flag for flag in FLAGS if flag != "--fp64" or "--bf16" not in flags]
     with mock.patch.object(loop, "write_sample", write), one_thread():
@@ -139,12 +143,11 @@ def test_training_does_not_change():
 
 
 def test_the_ends_of_documents_are_told():
-    text = SampleText([1, 0, 2], [3, 0, 0])
-
     def decode(ids: list[int]) -> str:
         return "<" + "+".join(map(str, ids)) + ">"
 
-    prompt, written = text.readable(decode, 0)
+    tokenizer = Tokenizer(9, 0, None, decode)
+    prompt, written = (readable(ids, tokenizer) for ids in ([1, 0, 2], [3, 0, 0]))
     assert " ".join(f"{prompt} | {written}".split()) == f"<1> {END} <2> | <3> {END} {END}"
     assert "&lt;3&gt;" in sample_page(prompt, written) and "<3>" not in sample_page(prompt, written)
 
