@@ -71,7 +71,7 @@ class PythonReader(Reader, Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Endless samples: `batch` is a pure function. `config`: the length and the masks of samples."""
+    """Endless samples: `batch` is a pure function. `config`: length and masks of the samples."""
 
     reader: Reader
     config: DataConfig

@@ -1,4 +1,4 @@
-"""The report page: what its sections hold of the runs; page.html says how they look.
+"""The report page: what its sections hold of the runs; page.html shows them.
 
 Called from tools/report.py. A new section is one more value in `page` and its lines in page.html.
 """
@@ -60,67 +60,29 @@ def page(
 ) -> str:
     """The HTML text of one run or many, followed by further sections, or of these alone."""
     style = Markup((HERE / "page.css").read_text(encoding="utf-8"))
+    common = {"runs": runs, "several": len(runs) > 1, "sections": sections, "style": style}
     if not runs:
-        empty = {"several": False, "judged": None}
-        return render("page.html", runs=runs, sections=sections, style=style, **empty)
-    shown, further = charts(runs)
-    strengths, strength = lives(runs)
-    differ = differences(runs)
-    counts = [Counter(mark.kind for mark in run.marks) for run in runs]
-    kinds = {kind: name for kind, name in KINDS.items() if any(each[kind] for each in counts)}
+        return render("page.html", judged=None, **common)
     return render(
         "page.html",
-        runs=runs,
-        several=len(runs) > 1,
-        names=named(runs),
+        **common,
         judged=judged,
-        # values
         final=final_values(runs),
         figures=figures(runs[0].rows),
-        # curves
-        axes=[label for _, label, _ in axes(runs)],
-        strengths=list(map(strength_text, strengths)),
-        strength=strength,
-        looks=[look(number) for number in range(len(runs))],
-        flags=[legend_flags(differ, number) for number in range(len(runs))],
-        shown=drawn(shown, 0, runs, strengths[strength]),
-        absent=[
-            f"{each.title} ({each.metrics[0][0]} was not logged)"
-            for each in shown
-            if not each.drawn
-        ],
-        further=drawn(further, len(shown), runs, strengths[strength]),
-        # time
+        **curves_section(runs),
         predictions=predictions(runs),
         goodput=goodput_section(runs),
         steps=step_section(runs),
-        sections=sections,
-        # configurations and events
-        unknown=[run.name for run in runs if run.config is None],
-        differences=[[name, *values] for name, values in differ],
-        kinds=kinds,
-        counts=[
-            [name, *(f"{own[kind]:,}" for kind in kinds)] for name, own in zip(named(runs), counts)
-        ],
-        summary=", ".join(f"{name} {counts[0][kind]:,}" for kind, name in kinds.items()),
-        most_events=MOST_EVENTS,
+        **differences_section(runs),
+        **events_section(runs),
         groups=[configuration(run.config or {}) for run in runs],
         units=units(runs),
-        # what the script draws from
-        style=style,
-        script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
-        data=as_json(data(runs, [*shown, *further], strengths, strength)),
     )
 
 
 def named(runs: list[LoggedRun]) -> list[Markup]:
     """The name of each run next to its colour."""
     return [MACROS.swatch(number, run) for number, run in enumerate(runs)]
-
-
-def as_json(content: dict[str, Any]) -> Markup:
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("<", "\\u003c"))  # no end of the script
 
 
 # ---- figures
@@ -217,6 +179,31 @@ def judge(rows: list[Metrics], expected: float, tolerance: float | None) -> Judg
 
 
 # ---- charts
+
+
+def curves_section(runs: list[LoggedRun]) -> dict[str, Any]:
+    """Switches, legend and charts, and what the script draws them from."""
+    shown, further = charts(runs)
+    strengths, strength = lives(runs)
+    differ, life = differences(runs), strengths[strength]
+    drawn_from = data(runs, [*shown, *further], strengths, strength)
+    text = json.dumps(drawn_from, separators=(",", ":"), allow_nan=False)
+    return {
+        "axes": drawn_from["axes"],
+        "strengths": drawn_from["strengths"],
+        "strength": strength,
+        "looks": [look(number) for number in range(len(runs))],
+        "flags": [legend_flags(differ, number) for number in range(len(runs))],
+        "shown": drawn(shown, 0, runs, life),
+        "absent": [
+            f"{chart.title} ({chart.metrics[0][0]} was not logged)"
+            for chart in shown
+            if not chart.drawn
+        ],
+        "further": drawn(further, len(shown), runs, life),
+        "script": Markup((HERE / "page.js").read_text(encoding="utf-8")),
+        "data": Markup(text.replace("<", "\\u003c")),  # no end of the script
+    }
 
 
 def strength_text(life: float) -> str:
@@ -335,7 +322,28 @@ def rounded_all(values: list[float]) -> list[float]:
     return [value if isinstance(value, int) else float(f"{value:.7g}") for value in values]
 
 
-# ---- configuration
+# ---- events and configuration
+
+
+def events_section(runs: list[LoggedRun]) -> dict[str, Any]:
+    """How often each thing happened; the template lists them all."""
+    counts = [Counter(mark.kind for mark in run.marks) for run in runs]
+    kinds = {kind: name for kind, name in KINDS.items() if any(own[kind] for own in counts)}
+    rows = [
+        [name, *(f"{own[kind]:,}" for kind in kinds)]
+        for name, own in zip(named(runs), counts, strict=True)
+    ]
+    summary = ", ".join(f"{name} {counts[0][kind]:,}" for kind, name in kinds.items())
+    return {"kinds": kinds, "counts": rows, "summary": summary, "most_events": MOST_EVENTS}
+
+
+def differences_section(runs: list[LoggedRun]) -> dict[str, Any]:
+    """What the configurations of several runs differ in."""
+    return {
+        "names": named(runs),
+        "unknown": [run.name for run in runs if run.config is None],
+        "differences": [[name, *values] for name, values in differences(runs)],
+    }
 
 
 def configuration(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
