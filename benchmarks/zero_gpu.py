@@ -272,8 +272,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
     blocks = build_run_blocks(config, model, device, groups)
     zero, passes = Zero(model, blocks, groups, config.distributed), LayerRunner()
     seq, samples = config.data.seq_length, config.training.micro_batch_size
-    timers = Timers()
-    timing = Timing(timers, None, None, EventLog(None, 0, timers))
+    timing = Timing(EventLog(None, 0, Timers()))
     return Run(
         config=config,
         groups=groups,

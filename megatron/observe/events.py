@@ -67,12 +67,10 @@ class Timers:
     """
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        in_trace: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+        self, in_trace: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
     ) -> None:
         """`in_trace`: makes the range of a timer's block in traces."""
-        self._clock, self._in_trace = clock, in_trace
+        self._in_trace = in_trace
         self._seconds: Metrics = {}
         self._taken: Metrics = {}  # of all intervals before
         self._inside = 0.0  # seconds of the timers that ran inside the present one
@@ -80,14 +78,14 @@ class Timers:
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the wall time of the block to timer `name`, without that of nested timers."""
-        start = self._clock()
+        start = time.perf_counter()
         outer = self._inside
         self._inside = 0.0
         try:
             with self._in_trace(name):
                 yield
         finally:
-            seconds = self._clock() - start
+            seconds = time.perf_counter() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds - self._inside
             self._inside = outer + seconds
 

@@ -5,45 +5,42 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+import numpy as np
+
 from megatron.config.errors import some
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".expert-tokens"  # of the names of counts: layers.3.expert-tokens
+Counts = Mapping[str, list[float]]  # by layer the tokens of each expert and the dropped choices
 
 
-def _layers(counts: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """The counts of layers with experts to which tokens came, by layer."""
-    return {
-        name.removesuffix(SUFFIX): numbers
-        for name, numbers in counts.items()
-        if name.endswith(SUFFIX) and any(numbers[:-1])
-    }
-
-
-def load_metrics(counts: Mapping[str, list[float]], by_layer: bool) -> dict[str, float]:
-    """Metrics of `counts`, by layer the [experts + 1] tokens of each expert in a step and the
-    dropped choices: the greatest and the smallest load in any layer, as a multiple of the mean, and
-    the share of dropped choices. `by_layer`: also for each layer.
+def _table(counts: Counts) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """The layers with experts to which tokens came, [layers, experts] tokens and [layers] dropped
+    choices.
     """
-    layers = _layers(counts)
+    rows = {name.removesuffix(SUFFIX): row for name, row in counts.items() if name.endswith(SUFFIX)}
+    layers = [layer for layer, (*tokens, _) in rows.items() if any(tokens)]
+    table = np.array([rows[layer] for layer in layers] or np.empty((0, 1)))
+    return layers, table[:, :-1], table[:, -1]
+
+
+def load_metrics(counts: Counts, by_layer: bool) -> dict[str, float]:
+    """Metrics of a step: the greatest and the smallest load in any layer, as a multiple of the
+    mean, and the share of dropped choices. `by_layer`: also for each layer.
+    """
+    layers, tokens, dropped = _table(counts)
     if not layers:
         return {}
-    rows = {}
-    for layer, (*tokens, dropped) in layers.items():
-        mean = sum(tokens) / len(tokens)
-        rows[layer] = max(tokens) / mean, min(tokens) / mean, dropped / sum(tokens)
-    most, least, _ = zip(*rows.values())
-    missed = sum(numbers[-1] for numbers in layers.values())
-    chosen = sum(sum(numbers[:-1]) for numbers in layers.values())
+    loads = tokens / tokens.mean(1, keepdims=True)
     found = {
-        "expert-load-max": max(most),
-        "expert-load-min": min(least),
-        "expert-dropped": missed / chosen,
+        "expert-load-max": float(loads.max()),
+        "expert-load-min": float(loads.min()),
+        "expert-dropped": float(dropped.sum() / tokens.sum()),
     }
     if by_layer:
-        names = [*found]
-        for layer, row in rows.items():
-            found |= {f"{name}/{layer}": value for name, value in zip(names, row)}
+        columns = loads.max(1), loads.min(1), dropped / tokens.sum(1)
+        for name, column in zip([*found], columns):
+            found |= {f"{name}/{layer}": float(value) for layer, value in zip(layers, column)}
     return found
 
 
@@ -53,35 +50,27 @@ class StarvingExperts:
     """
 
     def __init__(self) -> None:
-        self.known: set[tuple[str, str]] = set()
+        self.known: set[tuple[str, int]] = set()
 
-    def look(self, counts: Mapping[str, list[float]], iteration: int) -> None:
-        """Check the counts (see `load_metrics`) of a step."""
-        layers = {layer: tokens for layer, (*tokens, _) in _layers(counts).items()}
-        starved = {
-            layer: [str(expert) for expert, number in enumerate(tokens) if not number]
-            for layer, tokens in layers.items()
-            if not all(tokens)
-        }
-        found = {(layer, expert) for layer, experts in starved.items() for expert in experts}
+    def look(self, counts: Counts, iteration: int) -> None:
+        """Check the counts of a step."""
+        layers, tokens, _ = _table(counts)
+        empty = tokens == 0
+        found = {(layers[at], int(expert)) for at, expert in zip(*empty.nonzero())}
         if found <= self.known:
             return
         self.known |= found
-        experts = sum(map(len, layers.values()))
-        worst = max(starved, key=lambda layer: len(starved[layer]))
+        starved = [layer for layer, row in zip(layers, empty) if row.any()]
+        worst = int(empty.sum(1).argmax())
+        without = list(map(str, empty[worst].nonzero()[0]))
+        loads = tokens / tokens.mean(1, keepdims=True)
+        busiest, expert = np.unravel_index(loads.argmax(), loads.shape)
         logger.warning(
-            f"iteration {iteration}: no token went to {len(found)} of the {experts} experts of all "
-            f"layers; they are in {len(starved)} of {len(layers)} layers with experts "
-            f"({some([*starved], 8)}), most in {worst}: "
-            f"{len(starved[worst])} of {len(layers[worst])} ({some(starved[worst], 8)}); "
-            f"{_busiest(layers)}; balance them with --moe-aux-loss-coeff 0.01 or "
-            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+            f"iteration {iteration}: no token went to {len(found)} of the {tokens.size} experts of "
+            f"all layers; they are in {len(starved)} of {len(layers)} layers with experts "
+            f"({some(starved, 8)}), most in {layers[worst]}: "
+            f"{len(without)} of {tokens.shape[1]} ({some(without, 8)}); the busiest is {expert} of "
+            f"{layers[busiest]}, with {loads.max():.1f} times the mean; balance them with "
+            "--moe-aux-loss-coeff 0.01 or --moe-router-score-function sigmoid "
+            "--moe-router-enable-expert-bias"
         )
-
-
-def _busiest(layers: Mapping[str, list[float]]) -> str:
-    """The expert with most tokens, as a multiple of its layer's mean."""
-    loads = {layer: max(tokens) * len(tokens) / sum(tokens) for layer, tokens in layers.items()}
-    worst = max(loads, key=lambda layer: loads[layer])
-    expert = layers[worst].index(max(layers[worst]))
-    return f"the busiest is {expert} of {worst}, with {loads[worst]:.1f} times the mean"

@@ -44,7 +44,6 @@ def train(run: Run) -> Exit:
     """
     config, progress = run.config, run.progress
     interval = Interval(time.perf_counter())
-    ended = Exit(COMPLETE, 0)
     with manual_collection(config.training):
         run.timing.begin()
         while not finished(config, progress.iteration, progress.consumed_samples):
@@ -82,9 +81,8 @@ def train(run: Run) -> Exit:
                     gc.collect()
             # A request at the last iteration changes nothing, unless it cut the evaluation short.
             if exit_now and (progress.evaluation_due or not due.end):
-                ended = exit_now
-                break
-        return _after_last_save(run, ended)
+                return _after_last_save(run, exit_now)
+        return _after_last_save(run, Exit(COMPLETE, 0))
 
 
 def _after_last_save(run: Run, ended: Exit) -> Exit:

@@ -54,23 +54,19 @@ class StepProfiler:
             self.profiler.prepare_trace()
             self.state = "prepared"
         if self.state == "prepared" and iterations >= start:
-            self._synchronize()  # no work of the steps before is in the trace
+            if self.device.type == "cuda":  # no work of the steps before is in the trace
+                torch.cuda.synchronize(self.device)
             self.profiler.start_trace()
             self.state = "recording"
         if self.state == "recording":
             self.step.enter_context(named("iteration", iterations + 1))
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Write the trace, once."""
         state, self.state = self.state, "over"
         self.step.close()
         if state == "recording":
-            self._synchronize()  # work that is still queued belongs to the trace
-            self.profiler.stop_trace()
+            self.profiler.stop_trace()  # waits for the work that is still queued
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"rank-{self.rank}.trace.json"
             self.profiler.export_chrome_trace(str(path))

@@ -97,7 +97,7 @@ class Run(Prepared):
     @cached_property
     def timers(self) -> Timers:
         """Wall time by name."""
-        return self.timing.timers
+        return self.timing.events.timers
 
     @cached_property
     def global_micro_batch_size(self) -> int:

@@ -92,10 +92,9 @@ class RankTimer:
 class Timing:
     """Where a run's time goes."""
 
-    timers: Timers
-    rank_timer: RankTimer | None  # on all of several ranks with --log-straggler
-    stragglers: StragglerWatch | None  # on rank 0 of them
     events: EventLog  # that of rank 0 writes
+    rank_timer: RankTimer | None = None  # on all of several ranks with --log-straggler
+    stragglers: StragglerWatch | None = None  # on rank 0 of them
     records: bool = False  # the passes of each step, for the pipeline's timeline and `rank_timer`
     recording: Recording | None = None  # of the last step
     # around what is no part of a rank's compute time
@@ -119,15 +118,16 @@ def make_timing(
     the file of events.
     """
     folder = config.checkpoint.save if groups.rank == 0 else None
-    timers = Timers(in_trace=named)
-    events = EventLog(folder, iteration, timers, advisor.goodput)
+    events = EventLog(folder, iteration, Timers(named), advisor.goodput)
     closing.callback(events.close)
-    if not config.logging.log_straggler or groups.world.size == 1:
-        return Timing(timers, None, None, events, records=groups.pp.size > 1)
-    rank_timer, stragglers = RankTimer(ranks.device, groups.world, timers), None
-    # Host names are gathered once, so that a report can name the node of a slow rank.
-    nodes = ranks.gather_or_raise(socket.gethostname)
-    if groups.rank == 0:
-        stages = [groups.layout.coordinates(rank)["pp"] for rank in range(len(nodes))]
-        stragglers = StragglerWatch(stages, config.logging.straggler_threshold, nodes=nodes)
-    return Timing(timers, rank_timer, stragglers, events, True, outside=rank_timer.outside)
+    timing = Timing(events, records=groups.pp.size > 1)
+    if config.logging.log_straggler and groups.world.size > 1:
+        timing.rank_timer = RankTimer(ranks.device, groups.world, events.timers)
+        timing.records, timing.outside = True, timing.rank_timer.outside
+        # Host names are gathered once, so that a report can name the node of a slow rank.
+        nodes = ranks.gather_or_raise(socket.gethostname)
+        if groups.rank == 0:
+            stages = [groups.layout.coordinates(rank)["pp"] for rank in range(len(nodes))]
+            threshold = config.logging.straggler_threshold
+            timing.stragglers = StragglerWatch(stages, threshold, nodes=nodes)
+    return timing
