@@ -46,16 +46,20 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def open_checkpoint(
-    root: str | Path, step: int | None = None, ranks: Ranks = SINGLE_RANK, older: bool = False
+    root: str | Path,
+    step: int | None = None,
+    ranks: Ranks = SINGLE_RANK,
+    older: bool = False,
+    or_none: bool = False,
 ) -> Checkpoint | None:
     """Open the newest checkpoint under `root` (`newest_first`), or that of iteration `step`; None
     when there is none. All `ranks` call this together: the first finds and verifies it, the others
     get the index from it.
 
     `older`: instead of a damaged one the newest whole one before it, with a warning; then every
-    byte is read and verified first, each rank its part. Raises CheckpointError, on several ranks
-    the same UserError on each, when the wanted checkpoint is damaged, naming the newest whole one
-    before it, or `step` is missing.
+    byte is read and verified first, each rank its part; with `or_none` None when none is whole.
+    Raises CheckpointError, on several ranks the same UserError on each, when the wanted checkpoint
+    is damaged, naming the newest whole one before it, or `step` is missing.
     """
     # The first rank decides which ones come into question, whatever appears in the meantime.
     root = Path(root)
@@ -67,7 +71,7 @@ def open_checkpoint(
             if ranks.first and step is None and place == 0:
                 _compare_tracker(root, path)
             return checkpoint
-        if not older or not others:
+        if not older or not (others or or_none):
             fix = ranks.from_first(lambda: _instead(root, others))
             ranks.refuse(CheckpointError(f"{fault}. {path.name} cannot be loaded; {fix}."))
         if ranks.first:

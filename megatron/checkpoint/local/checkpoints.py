@@ -47,14 +47,14 @@ from megatron.checkpoint.local.nodes import (
     read_run,
 )
 from megatron.checkpoint.local.redundancy import (
+    Makers,
     Owner,
     Stream,
     exchange,
     kept_bytes,
-    partner_copies,
+    redundant_files,
     stripes_in,
     xor_block_header,
-    xor_blocks,
     xor_groups_of,
 )
 from megatron.checkpoint.manifest import (
@@ -82,6 +82,15 @@ logger = logging.getLogger(__name__)
 
 NUM_KEPT = 2  # newest iterations that stay
 MAX_NAMED = 8  # shards or groups in one message
+FROM_LOAD = "take a checkpoint of --load with --ckpt-step"
+FIXES = {
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM), "; free space there, or give a larger folder"
+    ),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "; make it writable, or give another folder"
+    ),
+}
 
 
 class LocalCheckpoints:
@@ -121,41 +130,36 @@ class LocalCheckpoints:
         A local one of an iteration before the newest of `load` is taken when that is damaged and
         `older` allows it, else never. Raises as open_checkpoint.
         """
-        # 1. The run that continues, the newest iteration of `load`, and whether that was copied.
+        # 1. The run that continues, whether its folder was copied, and its newest iteration.
         ranks = self.nodes.ranks
 
-        def look() -> tuple[str | None, int, bool]:
+        def look() -> tuple[str | None, bool, int]:
             resumes = is_same(load, save)
             run = read_run(load) if resumes else None
             copied = resumes and run is None and Path(load, RUN_FILE).exists()
-            return run, max(newest_first(Path(load))[0], default=-1), copied
+            return run, copied, max(newest_first(Path(load))[0], default=-1)
 
-        run, newest, copied = ranks.from_first(look)
+        run, copied, newest = ranks.from_first(look)
         if copied:
             logger.warning(
                 f"{load} was copied or moved, which makes it another run's: local "
                 "checkpoints are not looked for"
             )
-        if run is None:
-            return open_checkpoint(load, None, ranks, older)
 
         # 2. A local one that is as new as --load's newest is taken without opening that.
-        copies = self.redundancy == "partner"
-        found = newest_local(self.nodes, run, 0 if older else newest, copies=copies)
+        found = None
+        if run is not None:
+            copies = self.redundancy == "partner"
+            found = newest_local(self.nodes, run, 0 if older else newest, copies=copies)
         if found is None or found.iteration < newest:
-            try:
-                checkpoint = open_checkpoint(load, None, ranks, older)
-            except UserError as error:  # the same on all ranks: an older local one may do
-                if found is None or not older:
-                    raise
-                logger.warning(str(error))
-                checkpoint = None
+            checkpoint = open_checkpoint(load, None, ranks, older, or_none=found is not None)
             if found is None or (checkpoint and checkpoint.iteration > found.iteration):
                 return checkpoint
+        shared = f"iteration {newest}" if newest >= 0 else "none"
         damaged = ", which is not whole" if newest > found.iteration else ""
         logger.info(
             f" taking the local checkpoint of iteration {found.iteration} ({self.nodes.root}): "
-            f"--load {load} has {f'iteration {newest}' if newest >= 0 else 'none'}{damaged}"
+            f"--load {load} has {shared}{damaged}"
         )
         return LocalCheckpoint(found)
 
@@ -166,22 +170,21 @@ class LocalCheckpoints:
         """
         nodes = self.nodes
         sizes = nodes.ranks.gather_or_raise(lambda: own_bytes)
-        one = kept_bytes(nodes.members, sizes, self.redundancy)[nodes.index]
         count = NUM_KEPT + 1 + flushes
+        needed = count * kept_bytes(nodes.members, sizes, self.redundancy)[nodes.index]
 
         def check() -> None:
             own = _size(nodes.run_folder(self.run))
             free = shutil.disk_usage(nodes.root).free + own
-            if count * one <= free:
+            if needed <= free:
                 return
-            others = _size(nodes.root) - own
             fix = ", or --local-redundancy none" if self.redundancy != "none" else ""
             raise CheckpointError(
                 f"--local-checkpoint-dir {nodes.root} on {nodes.host}: {count} checkpoints "
-                f"({NUM_KEPT} kept, {count - NUM_KEPT} being written) of {one / GIB:.3g} GiB each "
-                f"need {count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free (other runs "
-                f"have {others / GIB:.3g} GiB there). Remove run-* no longer needed, give a larger "
-                f"folder{fix}"
+                f"({NUM_KEPT} kept, {count - NUM_KEPT} being written) need {needed / GIB:.3g} GiB, "
+                f"and {free / GIB:.3g} GiB are free (other runs have "
+                f"{(_size(nodes.root) - own) / GIB:.3g} GiB there). Remove run-* no longer needed, "
+                f"give a larger folder{fix}"
             )
 
         nodes.ranks.gather_or_raise(lambda: check() if nodes.first else None)
@@ -262,15 +265,11 @@ def save_local(
         content["run"] = {"name": run}
 
         # 2. Copies and parity blocks are made of what has been written.
+        sets, streams = redundant_files(nodes.members, records, redundancy)
         owners = [record["rank"] for record in records]
-        streams: list[Stream] = []
-        if redundancy == "partner":
-            streams = partner_copies(nodes.members, records)
-        elif redundancy == "xor":
-            content["sets"], streams = xor_blocks(nodes.members, records)
-        if streams:
-            made = attempt.make(streams, records, owners.__getitem__, attempt.folder)
-        if redundancy == "xor":
+        made = attempt.make(streams, records, owners.__getitem__, attempt.folder)
+        if sets:
+            content["sets"] = sets
             content["parities"] = [made[block.number] for block in streams]
 
         # 3. The same manifest on every node, then the name, then older ones go.
@@ -290,9 +289,21 @@ class NodeAttempt(Attempt):
         self, nodes: Nodes, run: str, iteration: int, done: str = "saved", **saved: Any
     ) -> None:
         self.nodes = nodes
-        explain = partial(_not_done, nodes.root, iteration, done)
-        super().__init__(nodes.run_folder(run), iteration, nodes.ranks, explain=explain, **saved)
+        self.done = done
+        super().__init__(
+            nodes.run_folder(run), iteration, nodes.ranks, explain=self._not_done, **saved
+        )
         self.makes = nodes.first
+
+    def _not_done(self, error: Exception) -> str:
+        instead = "Older ones are untouched"
+        if self.done == "read":
+            instead = f"Start with the layout and nodes of before, or {FROM_LOAD}"
+        fix = FIXES.get(getattr(error, "errno", None), "")
+        return (
+            f"--local-checkpoint-dir {self.nodes.root}: the local checkpoint of iteration "
+            f"{self.iteration} was not {self.done}: {in_words(error)}{fix}. {instead}"
+        )
 
     def _make_root(self) -> None:
         own_folder(self.nodes.root)
@@ -304,23 +315,22 @@ class NodeAttempt(Attempt):
         """Make files out of others, which rank `owner(number)` has in `source`; return their
         entries by number. A file with an entry in `records` must become the same again.
         """
-        made: list[tuple[int, JsonObject]] = []
-        blocks = {each.number for each in streams if each.is_block}
 
-        def write(number: int, pieces: Iterator[memoryview]) -> None:
-            header, data = xor_block_header(self.iteration, number), pieces
-            if number not in blocks:
-                header, data = split_header(pieces, shard_file(number))
+        def write(stream: Stream, pieces: Iterator[memoryview]) -> JsonObject:
+            number, name = stream.number, shard_file(stream.number)
+            if stream.is_block:
+                header, data = xor_block_header(self.iteration, number), pieces
+            else:
+                header, data = split_header(pieces, name)
             entry = write_shard_file(self.folder, number, header, data)
             if number < len(records) and not entry.items() <= records[number].items():
-                raise CheckpointError(f"{self.folder}: {shard_file(number)} is not what was saved")
-            made.append((number, entry))
+                raise CheckpointError(f"{self.folder}: {name} is not what was saved")
+            return entry
 
-        def carry_out() -> list[tuple[int, JsonObject]]:
-            exchange(streams, self.ranks, owner, source, write)
-            return made
-
-        return {number: entry for each in self.gather_or_raise(carry_out) for number, entry in each}
+        if not streams:
+            return {}
+        made = self.gather_or_raise(lambda: exchange(streams, self.ranks, owner, source, write))
+        return {number: entry for by_rank in made for number, entry in by_rank}
 
     def publish(self, manifest: bytes, here: bool = True) -> None:
         """Add the manifest and give the folder its name, in the place of one that is there: on this
@@ -354,18 +364,6 @@ class NodeAttempt(Attempt):
         for iteration in set(iterations).difference(kept):
             os.rename(self.root / iteration_folder(iteration), self._trash(iteration))
             shutil.rmtree(self._trash(iteration), ignore_errors=True)
-
-
-def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
-    text = (
-        f"--local-checkpoint-dir {root}: the local checkpoint of iteration {iteration} was "
-        f"not {done}: {in_words(error)}"
-    )
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-        text += "; free space there, or give a larger folder"
-    if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
-        text += "; make it writable, or give another folder"
-    return f"{text}. Older ones are untouched"
 
 
 # ---- what the nodes have together ----------------------------------------------------------------
@@ -439,8 +437,7 @@ def newest_local(nodes: Nodes, run: str, oldest: int, *, copies: bool) -> Found 
             lambda: load_bytes(path, MANIFEST_LIMIT).decode() if is_source else ""
         )[source]
         found = Found(nodes, run, manifest.encode(), [set(has.get(save, ())) for has in of_nodes])
-        if not found.lost:
-            _remove_damaged(found)
+        _remove_damaged(found)
 
         # 2. What is lost for good is passed over, and so is what there is no space to rebuild.
         if not found.lost:
@@ -504,11 +501,7 @@ def restore(found: Found, *, copies: bool) -> bool:
     shard that only one node has a second one; whether every shard is there then. When that fails
     (no space) a warning is logged and nothing has changed.
     """
-    streams: list[Stream] = []
-    if found.stripes:
-        streams = _rebuilt(found)
-    elif copies and len(found.held) > 1:
-        streams = _second_copies(found)
+    streams = _replacements(found, copies)
     try:
         if streams:
             _make(found, streams)
@@ -518,6 +511,30 @@ def restore(found: Found, *, copies: bool) -> bool:
         logger.warning(f"the local checkpoint of iteration {found.iteration} {outcome}: {error}")
         return is_complete
     return True
+
+
+def _replacements(found: Found, copies: bool) -> list[Stream]:
+    """The files that `restore` makes."""
+    # 1. The files that go to one node, and those that it should rather not have.
+    missing = found.missing
+    tasks: list[tuple[set[int | None], Makers]] = []
+    for stripe in found.stripes:
+        tasks += stripe.replacements(missing)
+    if copies and not found.stripes and len(found.held) > 1:
+        for number in found.shards:
+            if len(found.holders(number)) == 1:
+                copy = partial(Stream.copy, number, found.records[number]["bytes"])
+                tasks.append(({number}, {number: copy}))
+
+    # 2. Each task's node is the one with the fewest of the latter, then of all files.
+    streams = []
+    load = [len(held) for held in found.held]
+    for apart, makers in tasks:
+        shared = [len(apart & held) for held in found.held]
+        _, _, node = min(zip(shared, load, range(len(load))))
+        load[node] += len(makers)
+        streams += [make(found.nodes.rank(node, number)) for number, make in makers.items()]
+    return streams
 
 
 def _make(found: Found, streams: list[Stream]) -> None:
@@ -548,41 +565,6 @@ def _make(found: Found, streams: list[Stream]) -> None:
     )
 
 
-def _second_copies(found: Found) -> list[Stream]:
-    """Every shard that one node alone has goes to the other one with the fewest files."""
-    streams = []
-    load = [len(held) for held in found.held]
-    for number in found.shards:
-        holders = found.holders(number)
-        if len(holders) == 1:
-            others = [node for node in range(len(load)) if node not in holders]
-            node = min(others, key=load.__getitem__)
-            load[node] += 1
-            size, to = found.records[number]["bytes"], found.nodes.rank(node, number)
-            streams.append(Stream.copy(number, size, to))
-    return streams
-
-
-def _rebuilt(found: Found) -> list[Stream]:
-    """The missing files of each stripe. The shard and the block of one place go to the same node:
-    that with the fewest other files of the stripe, then of all.
-    """
-    streams = []
-    load = [len(held) for held in found.held]
-    missing = found.missing
-    for stripe in found.stripes:
-        blocks = range(stripe.first, stripe.first + len(stripe.shards))
-        for place, (shard, block) in enumerate(zip(stripe.shards, blocks)):
-            others = {*stripe.shards, *blocks} - {shard, block}
-            shared = [len(others & held) for held in found.held]
-            node = min(range(len(load)), key=lambda node: (shared[node], load[node]))
-            for number, make in ((shard, stripe.shard), (block, stripe.xor_block)):
-                if number in missing:
-                    load[node] += 1
-                    streams.append(make(place, found.nodes.rank(node, number)))
-    return streams
-
-
 # ---- reading -------------------------------------------------------------------------------------
 
 
@@ -604,7 +586,8 @@ class LocalCheckpoint(Checkpoint):
 
     def fetch(self, boxes: Iterable[Box]) -> int:
         """Bring the shards that hold anything of `boxes` to this rank's node; returns how many
-        bytes of shards travelled, over all nodes.
+        bytes of shards travelled, over all nodes. Raises UserError on every rank when one cannot
+        be brought.
         """
         # 1. One copy for each node that has a rank which reads the shard.
         nodes = self.nodes
@@ -616,16 +599,14 @@ class LocalCheckpoint(Checkpoint):
         ]
         if not streams:
             return 0
-        here = [each for each in streams if each.to in nodes.members[nodes.index]]
 
-        # 2. Copies are whole, or the restart ends with an error on all ranks.
+        # 2. From now on they are read from here.
         attempt = self._attempt = self.found.attempt("read").__enter__()
-        attempt.gather_or_raise(lambda: self._require_space(sum(each.size for each in here)))
         attempt.make(streams, self.found.records, self.found.reader, self.path)
-
-        # 3. From now on they are read from here.
-        for each in here:
-            self.shards[each.number] = replace(self.shards[each.number], folder=attempt.folder)
+        for each in streams:
+            if each.to in nodes.members[nodes.index]:
+                shard = self.shards[each.number]
+                self.shards[each.number] = replace(shard, folder=attempt.folder)
         return sum(stream.size for stream in streams)
 
     def _lacking(self, boxes: Iterable[Box]) -> list[int]:
@@ -638,18 +619,8 @@ class LocalCheckpoint(Checkpoint):
         }
         return sorted(needed - self.found.held[self.nodes.index])
 
-    def _require_space(self, size: int) -> None:
-        free = shutil.disk_usage(self.nodes.root).free
-        if size > free:
-            raise CheckpointError(
-                f"--local-checkpoint-dir {self.nodes.root} on {self.nodes.host}: on this layout "
-                f"its ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
-                f"{free / GIB:.3g} GiB are free: free space, start with the layout and nodes of "
-                f"before, or {self._instead()}"
-            )
-
     def _instead(self) -> str:
-        return "take a checkpoint of --load with --ckpt-step"
+        return FROM_LOAD
 
     def close(self) -> None:
         if self._attempt is not None:

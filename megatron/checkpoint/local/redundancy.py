@@ -16,8 +16,8 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from megatron.checkpoint.manifest import ALIGN, encode_header, shard_file
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
 from megatron.config.input_files import JsonObject
-from megatron.distributed.collectives import Receiving, Sending, is_gloo
+from megatron.distributed.collectives import Handle, is_gloo, start_receive, start_send
 
 WINDOW = 1 << 20  # bytes of one message, of which a rank that XORs several files holds many
 PIECE = 8 << 20  # bytes of one message of a copy
@@ -37,6 +37,8 @@ XOR_GROUP = 8  # most nodes of an XOR group
 Members = Sequence[Sequence[int]]  # the ranks of each node
 Owner = Callable[[int], int]  # the rank that reads a file, by its number
 Part = tuple[int, int]  # a file's number, and a byte in it
+# the piece of a stream that this rank makes, or None, and its messages
+_Window = tuple[Tensor | None, list[Handle]]
 
 
 # ---- which files -------------------------------------------------------------------------------
@@ -69,15 +71,41 @@ class Stream:
                 yield min(size, length - start), [(number, at + start) for number, at in parts]
 
 
-def partner_copies(members: Members, records: Sequence[JsonObject]) -> list[Stream]:
-    """Every rank's shard goes to the rank at the same place on the next node."""
-    ranks = [rank for row in members for rank in row]
-    size = len(members[0])
-    partner = dict(zip(ranks, ranks[size:] + ranks[:size]))
-    return [
-        Stream.copy(number, record["bytes"], partner[record["rank"]])
-        for number, record in enumerate(records)
+Makers = dict[int | None, Callable[[int], Stream]]  # files by number, as a rank makes them
+
+
+def redundant_files(
+    members: Members, records: Sequence[JsonObject], redundancy: str
+) -> tuple[list[list[int | None]], list[Stream]]:
+    """What nodes keep in addition to the shards `records`, just written: (the numbers of the shards
+    of each XOR stripe, the files).
+    """
+    if redundancy == "partner":
+        # each shard goes to the rank at the same place on the next node
+        ranks = [rank for row in members for rank in row]
+        size = len(members[0])
+        partner = dict(zip(ranks, ranks[size:] + ranks[:size]))
+        return [], [
+            Stream.copy(number, record["bytes"], partner[record["rank"]])
+            for number, record in enumerate(records)
+        ]
+    numbers = {record["rank"]: number for number, record in enumerate(records)}
+    stripes = stripes_of(members) if redundancy == "xor" else []
+    sets = [[numbers.get(rank) for rank in ranks] for ranks in stripes]
+    return sets, [
+        stripe.xor_block(place, rank)
+        for stripe, ranks in zip(stripes_in(records, sets), stripes)
+        for place, rank in enumerate(ranks)
     ]
+
+
+def kept_bytes(members: Members, sizes: Sequence[int], redundancy: str) -> list[int]:
+    """What each node keeps of a checkpoint to which rank i adds `sizes[i]` bytes."""
+    records = [{"rank": rank, "bytes": size} for rank, size in enumerate(sizes)]
+    kept = list(sizes)
+    for stream in redundant_files(members, records, redundancy)[1]:
+        kept[stream.to] += stream.size + ALIGN * stream.is_block
+    return [sum(kept[rank] for rank in ranks) for ranks in members]
 
 
 def xor_groups_of(nodes: int) -> list[range]:
@@ -98,24 +126,6 @@ def stripes_of(members: Members) -> list[list[int]]:
     ]
 
 
-def block_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of data of each XOR parity block of a stripe whose shards have these sizes."""
-    return -(-max(sizes) // (len(sizes) - 1))
-
-
-def kept_bytes(members: Members, sizes: Sequence[int], redundancy: str) -> list[int]:
-    """What each node keeps of a checkpoint to which rank i adds `sizes[i]` bytes."""
-    own = list(sizes)
-    for ranks in stripes_of(members) if redundancy == "xor" else ():
-        block = ALIGN + block_bytes([sizes[rank] for rank in ranks])
-        for rank in ranks:
-            own[rank] += block
-    by_node = [sum(own[rank] for rank in ranks) for ranks in members]
-    if redundancy == "partner":
-        return [by_node[node] + by_node[node - 1] for node in range(len(by_node))]
-    return by_node
-
-
 @dataclass(frozen=True)
 class Stripe:
     """The files of a stripe: the numbers of its `shards` (None for a rank that has none), their
@@ -127,29 +137,42 @@ class Stripe:
     sizes: list[int]
     first: int
 
+    @property
+    def piece(self) -> int:
+        """Bytes of a piece, and of the data of each XOR parity block."""
+        return -(-max(self.sizes) // (len(self.sizes) - 1))
+
     def _pieces(self, of: int, without: int = -1) -> list[Part]:
         """The pieces that go into a parity block, except that of the shard at place `without`."""
-        k, size = len(self.shards), block_bytes(self.sizes)
         return [
-            (number, (of - i - 1) % k * size)
+            (number, (of - i - 1) % len(self.shards) * self.piece)
             for i, number in enumerate(self.shards)
             if number is not None and i not in (of, without)
         ]
 
     def xor_block(self, place: int, to: int) -> Stream:
         """The data of an XOR parity block, made by rank `to`."""
-        run = block_bytes(self.sizes), self._pieces(place)
+        run = self.piece, self._pieces(place)
         return Stream(self.first + place, to, [run], is_block=True)
 
     def shard(self, place: int, to: int) -> Stream:
         """A lost shard, made by rank `to`."""
-        k, size = len(self.shards), block_bytes(self.sizes)
         runs = []
-        for start in range(0, self.sizes[place], size):
-            holder = (place + 1 + start // size) % k
+        for index, start in enumerate(range(0, self.sizes[place], self.piece)):
+            holder = (place + 1 + index) % len(self.shards)
             parts = [(self.first + holder, ALIGN), *self._pieces(holder, place)]
-            runs.append((min(size, self.sizes[place] - start), parts))
+            runs.append((min(self.piece, self.sizes[place] - start), parts))
         return Stream(self.shards[place], to, runs)
+
+    def replacements(self, missing: set[int]) -> Iterator[tuple[set[int | None], Makers]]:
+        """For each place the other files of the stripe, which had better be on other nodes, and how
+        a rank makes the files of this place that are `missing`.
+        """
+        blocks = range(self.first, self.first + len(self.shards))
+        for place, (shard, block) in enumerate(zip(self.shards, blocks)):
+            makers = {shard: partial(self.shard, place), block: partial(self.xor_block, place)}
+            others = {*self.shards, *blocks} - {shard, block}
+            yield others, {each: make for each, make in makers.items() if each in missing}
 
     def lost(self, present: set[int]) -> set[int]:
         """Its shards that are neither among the files `present` nor can be made of them."""
@@ -172,19 +195,6 @@ def stripes_in(shards: Sequence[JsonObject], sets: Sequence[Sequence[int | None]
         found.append(Stripe(list(numbers), sizes, first))
         first += len(numbers)
     return found
-
-
-def xor_blocks(
-    members: Members, records: Sequence[JsonObject]
-) -> tuple[list[list[int | None]], list[Stream]]:
-    """(the numbers of each stripe's shards, all XOR parity blocks), of shards just written."""
-    numbers = {record["rank"]: number for number, record in enumerate(records)}
-    stripes = stripes_of(members)
-    sets = [[numbers.get(rank) for rank in ranks] for ranks in stripes]
-    streams: list[Stream] = []
-    for stripe, ranks in zip(stripes_in(records, sets), stripes):
-        streams += [stripe.xor_block(place, rank) for place, rank in enumerate(ranks)]
-    return sets, streams
 
 
 def xor_block_header(iteration: int, number: int) -> bytes:
@@ -212,28 +222,30 @@ def exchange(
     ranks: Ranks,
     owner: Owner,
     source: Path,
-    write: Callable[[int, Iterator[memoryview]], None],
-) -> None:
-    """Make the files of `streams`: rank `owner(number)` has a file in `source`, and `write(number,
-    pieces)` takes what a rank makes.
+    write: Callable[[Stream, Iterator[memoryview]], JsonObject],
+) -> list[tuple[int, JsonObject]]:
+    """Make the files of `streams`: rank `owner(number)` has a file in `source`, and `write(stream,
+    pieces)` takes one that this rank makes. Returns what it returned, by the files' numbers.
 
     All ranks call this with the same streams in the same order. What cannot be read is sent as
     zeros, and what cannot be written is taken, for the others wait for the messages: the first
     error is raised at the end. Over NCCL messages pass through the device (never run).
     """
     mover = _Mover(ranks, owner, source)
+    made = []
     for turn in _turns(streams, owner):
         pieces = mover.pieces(turn)
         try:
             for stream in turn:
                 if stream.to == ranks.world.rank:
-                    write(stream.number, pieces)
+                    made.append((stream.number, write(stream, pieces)))
         except (OSError, UserError) as error:
             mover.faults.append(error)
         for _ in pieces:
             pass
     if mover.faults:
         raise mover.faults[0]
+    return made
 
 
 def _turns(streams: Iterable[Stream], owner: Owner) -> list[list[Stream]]:
@@ -269,7 +281,7 @@ class _Mover:
 
     def pieces(self, turn: list[Stream]) -> Iterator[memoryview]:
         """The stream of a turn that this rank makes, while it sends what other ranks need."""
-        in_flight: deque[list[_Messages]] = deque()
+        in_flight: deque[list[_Window]] = deque()
         for windows in itertools.zip_longest(*(stream.windows() for stream in turn)):
             # Every rank starts its messages in the same order. Shorter streams end before others.
             pairs = zip(turn, windows, strict=True)
@@ -279,23 +291,23 @@ class _Mover:
         for each in in_flight:
             yield from _finish(each)
 
-    def start(self, stream: Stream, size: int, parts: list[Part]) -> _Messages:
+    def start(self, stream: Stream, size: int, parts: list[Part]) -> _Window:
         """This rank's messages of one window of a stream."""
         made = torch.zeros(size, dtype=torch.uint8) if stream.to == self.world.rank else None
-        messages = _Messages(made, [], [])
+        messages: list[Handle] = []
         for number, at in parts:
             reader = self.owner(number)
             if reader == self.world.rank:
                 piece = self.read(number, at, size)
                 if made is None:
-                    sending = Sending(piece.to(self.device), stream.to, self.world, 0)
-                    messages.sending.append(sending)
+                    messages.append(start_send(piece.to(self.device), stream.to, self.world))
                 else:
                     made.bitwise_xor_(piece)
             elif made is not None:
-                receiving = Receiving((size,), torch.uint8, self.device, reader, self.world, 0)
-                messages.receiving.append(receiving)
-        return messages
+                messages.append(
+                    start_receive((size,), torch.uint8, self.device, reader, self.world)
+                )
+        return made, messages
 
     def read(self, number: int, at: int, size: int) -> Tensor:
         try:
@@ -305,20 +317,12 @@ class _Mover:
             return torch.zeros(size, dtype=torch.uint8)
 
 
-class _Messages(NamedTuple):
-    """Of one window of a stream; `made`: its bytes, on the rank that makes them."""
-
-    made: Tensor | None
-    receiving: list[Receiving]
-    sending: list[Sending]
-
-
-def _finish(window: list[_Messages]) -> Iterator[memoryview]:
-    """Wait for the messages of a window; the piece, if this rank makes one."""
-    for made, receiving, sending in window:
-        for message in receiving:
-            made.bitwise_xor_(message.wait().cpu())
-        for sent in sending:
-            sent.wait()
+def _finish(windows: list[_Window]) -> Iterator[memoryview]:
+    """Wait for the messages of windows; the piece, if this rank makes one."""
+    for made, messages in windows:
+        for message in messages:
+            received = message.wait()
+            if made is not None:
+                made.bitwise_xor_(received.cpu())
         if made is not None:
             yield memoryview(made.numpy())

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from checkpoint_cases import all_ranks, deal, example, same_bits
+from checkpoint_cases import all_ranks, deal, example, flip, same_bits
 from logged import logged
 from reshard_cases import start
 
@@ -27,8 +27,10 @@ from megatron.checkpoint.local.checkpoints import (
     newest_local,
     save_local,
 )
-from megatron.checkpoint.local.nodes import Nodes, find_nodes
+from megatron.checkpoint.local.nodes import Nodes, adopt_run_id, find_nodes
 from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.writer import save_checkpoint
+from megatron.config.errors import UserError
 from megatron.model.spec import Box
 from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE
@@ -158,6 +160,26 @@ def prepared(root: Path, each: int, kind: str, own_bytes: int = 0) -> tuple[str,
     return "", lines
 
 
+def newest_of_both(root: Path, seen: bool) -> str | int:
+    """With --allow-older-checkpoint, over an older local checkpoint: the iteration that is taken
+    where the only one of --load is damaged, or else whole and not seen by rank 1; or the error.
+    """
+    ranks, shared = all_ranks(), root / "shared"
+    path = save_checkpoint(shared, 2, dealt(7, 7), STATE, ranks)
+    local = LocalCheckpoints(own_root(root, 1), ranks, "none")
+    local.run = adopt_run_id(str(shared), str(shared), ranks, local=True)
+    assert local.save(1, dealt(7, 7), STATE)
+    if seen and ranks.first:
+        flip(next(path.glob("*.safetensors")))
+    load = str(shared if seen or ranks.first else root / "elsewhere")
+    dist.barrier()
+    try:
+        with local.newest(load, load, True) as checkpoint:
+            return checkpoint.iteration
+    except UserError as error:
+        return str(error)
+
+
 def join_on(folders: list[Path]) -> str:
     try:
         find_nodes(folders[dist.get_rank()], all_ranks())
@@ -228,9 +250,7 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
         Nodes, "run_folder", lambda self, run: self.root / "run"
     ),
     "damaged on the way": _damaged_pieces,
-    "a full node": lambda: mock.patch.object(
-        checkpoints.shutil, "disk_usage", lambda path: mock.Mock(free=0)
-    ),
+    "a full node": no_room,
     "XOR groups of three": lambda: mock.patch.object(redundancy, "XOR_GROUP", 3),
 }
 

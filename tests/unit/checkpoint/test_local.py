@@ -18,6 +18,7 @@ from local_cases import (
     RUN,
     found_nodes,
     join_on,
+    newest_of_both,
     prepared,
     restart,
     save,
@@ -328,14 +329,21 @@ def test_without_room_to_rebuild(job, tmp_path, redundancy):
     assert nodes.outcome(0) == (7, True)
 
 
-def test_without_room_for_shards_of_other_nodes(job, monkeypatch):
-    """A restart on another layout ends with the bytes, and what else to do, on all ranks."""
+def test_without_room_for_shards_of_other_nodes(job):
+    """A restart on another layout ends with the cause, and what else to do, on all ranks."""
     nodes = job(4, 1)
     nodes.save(1, 7, "none")
     shown = nodes.run(restart, 7, 8, RUN, 0, "a full node")
     assert len({row[1][0] for row in shown}) == 1 and nodes.leftovers() == []
-    for text in ("GiB from other nodes, and 0 GiB are free", "nodes of before", "--ckpt-step"):
+    for text in ("was not read: No space left", "nodes of before", "--load with --ckpt-step"):
         assert text in shown[0][1][0]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_older_local_one_replaces_a_damaged_one_alone(gloo_world, tmp_path, seen):
+    """A whole one that a rank does not see is an error: the run would go back without need."""
+    for found in gloo_world(2).run(newest_of_both, tmp_path, seen):
+        assert found == 1 if seen else "is not seen from here" in found
 
 
 # ---- before training -----------------------------------------------------------------------------
@@ -366,7 +374,7 @@ def test_room_is_asked_for_before_training(job, tmp_path):
     ):
         shown = job(2, 1).run(prepared, redundancy, free // part)
         assert {error == "" for error, _ in shown} == {enough}, (part, redundancy)
-    assert "3 checkpoints (2 kept, 1 being written) of " in shown[0][0]
+    assert "3 checkpoints (2 kept, 1 being written) need " in shown[0][0]
     assert shown[0][0].endswith("give a larger folder, or --local-redundancy none")
     job(2, 1).save(1, 7, "none", OTHER)
     shown = job(2, 1).run(prepared, "none", free)
