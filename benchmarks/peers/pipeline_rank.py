@@ -32,10 +32,10 @@ from megatron.benchmarks.training import busy_seconds  # noqa: E402
 
 from megatron.config.groups import ModelConfig  # noqa: E402
 from megatron.distributed.collectives import (  # noqa: E402
-    Receiving,
-    Sending,
     all_reduce,
     gather_bytes,
+    start_receive,
+    start_send,
 )
 from megatron.distributed.groups import Groups, Layout  # noqa: E402
 from megatron.distributed.setup import (
@@ -443,12 +443,13 @@ def latency(groups: Groups, shape: tuple[int, int, int], rounds: int = 50) -> fl
     if rank < 2:
         there, back = groups.channel(rank, 1 - rank), groups.channel(1 - rank, rank)
         for tag in range(rounds):
-            coming, begin = Receiving(shape, x.dtype, CPU, 1 - rank, back, tag), time.perf_counter()
+            coming = start_receive(shape, x.dtype, CPU, 1 - rank, back, tag)
+            begin = time.perf_counter()
             if rank == 0:
-                sending = Sending(x, 1, there, tag)
+                sending = start_send(x, 1, there, tag)
             coming.wait()
             if rank == 1:
-                sending = Sending(x, 0, there, tag)
+                sending = start_send(x, 0, there, tag)
             times.append(time.perf_counter() - begin)
             sending.wait()
     all_reduce(torch.zeros(1), groups.pp)

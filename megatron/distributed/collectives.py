@@ -9,9 +9,10 @@ gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,13 +50,6 @@ def named(*words: object) -> AbstractContextManager[Any]:
     return profiler.record_function(" ".join(map(str, words)))
 
 
-class Handle(Protocol):
-    """A collective in flight; its input may not be written before `wait`."""
-
-    def wait(self) -> Tensor:
-        """The result. On a GPU the current stream waits, not the host."""
-
-
 def _waiting(operation: str, axis: Axis) -> AbstractContextManager[None]:
     """While this rank waits for the others of an axis in a collective."""
 
@@ -72,30 +66,31 @@ def _waiting(operation: str, axis: Axis) -> AbstractContextManager[None]:
     return waiting(text, named(operation, axis.dimension))
 
 
-class Works:
-    """torch's handles of a collective, of which `of` is the operation and the axis. `held` lives
-    until it is complete.
+class Handle:
+    """A collective in flight, or a message; its input may not be written before `wait`. `works` are
+    torch's handles, which are waited for in `waits()`; `held` lives until they are complete.
     """
 
     def __init__(
         self,
         works: list[Any],
         result: Tensor,
-        of: tuple[str, Axis] | None = None,
-        held: Tensor | None = None,
+        waits: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        held: Any = None,
     ):
-        self.works, self.result, self.of, self.held = works, result, of, held
+        self.works, self.result, self.waits, self.held = works, result, waits, held
 
     def wait(self) -> Tensor:
+        """The result. On a GPU the current stream waits, not the host."""
         if self.works:
-            with _waiting(*self.of):
+            with self.waits():
                 for work in self.works:
                     work.wait()
         self.works, self.held = [], None
         return self.result
 
 
-class Copied:
+class Copied(Handle):
     """A collective whose result is copied to `out`: from the host, or from the dtype of its sum."""
 
     def __init__(self, handle: Handle, out: Tensor):
@@ -119,7 +114,7 @@ class Backend:
     def all_reduce(self, x: Tensor, axis: Axis, op: Any) -> Handle:
         with named("all-reduce", axis.dimension):
             work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
-        return Works([work], x, ("all-reduce", axis))
+        return Handle([work], x, partial(_waiting, "all-reduce", axis))
 
     def exchange(
         self, x: Tensor, out: Tensor, axis: Axis, operation: str, *splits: list[int]
@@ -131,7 +126,7 @@ class Backend:
             work = getattr(dist, NATIVE[operation])(
                 out, x.contiguous(), *splits, group=axis.group, async_op=True
             )
-        return Works([work], out, (operation, axis))
+        return Handle([work], out, partial(_waiting, operation, axis))
 
     def ring_hop(self, x: Tensor, out: Tensor, axis: Axis) -> Handle:
         x = x.contiguous()
@@ -143,7 +138,7 @@ class Backend:
         ]
         with _waiting("hop", axis):
             works = dist.batch_isend_irecv(hop)
-        return Works(works, out, ("hop", axis), held=x)
+        return Handle(works, out, partial(_waiting, "hop", axis), held=x)
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, axis: Axis, reduce_dtype: torch.dtype, workspace: int
@@ -153,13 +148,15 @@ class Backend:
         total = torch.empty_like(out, dtype=reduce_dtype)  # NCCL adds in the dtype that it sends
         return Copied(self.exchange(x.to(reduce_dtype), total, axis, "reduce-scatter"), out)
 
-    def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> Any:
-        with named("send", "pp"):
-            return dist.isend(x, dst=axis.ranks[to], group=axis.group, tag=tag)
+    def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> Handle:
+        with named("send", axis.dimension):
+            work = dist.isend(x, dst=axis.ranks[to], group=axis.group, tag=tag)
+        return Handle([work], x, partial(named, "send", axis.dimension))
 
-    def irecv(self, x: Tensor, source: int, axis: Axis, tag: int) -> Any:
-        with named("receive", "pp"):
-            return dist.irecv(x, src=axis.ranks[source], group=axis.group, tag=tag)
+    def irecv(self, x: Tensor, source: int, axis: Axis, tag: int) -> Handle:
+        with named("receive", axis.dimension):
+            work = dist.irecv(x, src=axis.ranks[source], group=axis.group, tag=tag)
+        return Handle([work], x, partial(named, "receive", axis.dimension))
 
 
 class Gloo(Backend):
@@ -175,7 +172,8 @@ class Gloo(Backend):
             received, sent = out.split(splits[0]), x.split(splits[1])
         else:
             received, sent = out.chunk(axis.size), (x,) * axis.size
-        return Works(_swap(operation, sent, received, axis), out, (operation, axis))
+        works = _swap(operation, sent, received, axis)
+        return Handle(works, out, partial(_waiting, operation, axis))
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, axis: Axis, reduce_dtype: torch.dtype, workspace: int
@@ -196,12 +194,6 @@ def backend_of(axis: Axis) -> Backend:
     if isinstance(axis.group, Backend):
         return axis.group
     return GLOO if is_gloo(axis) else NCCL
-
-
-def own_part(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's rows of x [size * n, ...]."""
-    length = x.shape[0] // axis.size
-    return x.narrow(0, axis.rank * length, length)
 
 
 def _swap(
@@ -226,7 +218,7 @@ def _swap(
     return works
 
 
-class _GlooReduceScatter:
+class _GlooReduceScatter(Handle):
     """Rounds of irecv and isend of views of x; this rank's part is read in place. At most two
     rounds are in flight, of `workspace` bytes in all.
     """
@@ -320,7 +312,7 @@ def _start(method: str, x: Tensor, out: Tensor, axis: Axis, *settings: Any) -> H
 
 def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Handle:
     """The sum of x over the axis, or what `op` makes of it, in place."""
-    return Works([], x) if axis.size == 1 else backend_of(axis).all_reduce(x, axis, op)
+    return Handle([], x) if axis.size == 1 else backend_of(axis).all_reduce(x, axis, op)
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle:
@@ -328,7 +320,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
     `out`, which is then not copied.
     """
     if axis.size == 1:
-        return Works([], x if out is None else out)
+        return Handle([], x if out is None else out)
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
     return _start("exchange", x, out, axis, "all-gather")
 
@@ -338,14 +330,14 @@ def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: 
     so on -> [sum of `receive`, ...], the first receive[0] of which came from rank 0 and so on.
     """
     if axis.size == 1:
-        return Works([], x)
+        return Handle([], x)
     out = x.new_empty((sum(receive), *x.shape[1:]))
     return _start("exchange", x, out, axis, "all-to-all", receive, send)
 
 
 def start_ring_hop(x: Tensor, axis: Axis) -> Handle:
     """Send x to the next rank of the axis, and receive as much from the one before."""
-    return _start("ring_hop", x, _empty_like(x), axis)
+    return _start("ring_hop", x, x.new_empty(x.shape), axis)
 
 
 def start_reduce_scatter(
@@ -363,15 +355,11 @@ def start_reduce_scatter(
     ROUND_BYTES or more (default: half of what is reduced).
     """
     if axis.size == 1:
-        return Works([], x if out is None else out)
-    out = _empty_like(own_part(x, axis)) if out is None else out
+        return Handle([], x if out is None else out)
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if out is None else out
     reduce_dtype = reduce_dtype or x.dtype
     workspace = x.numel() * reduce_dtype.itemsize // 2 if workspace is None else workspace
     return _start("reduce_scatter", x, out, axis, reduce_dtype, workspace)
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -391,41 +379,27 @@ def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[slice, Te
 # tag in addition, NCCL ignores it
 
 
-class Sending:
-    """A message to rank `to` of an axis; it keeps its tensor alive."""
-
-    def __init__(self, x: Tensor, to: int, axis: Axis, tag: int):
-        backend = backend_of(axis)
-        self.x = x.cpu() if x.is_cuda and backend.on_host else x.contiguous()
-        self.work = backend.isend(self.x, to, axis, tag)
-
-    def wait(self) -> None:
-        """On a GPU the current stream waits, not the host."""
-        with named("send", "pp"):
-            self.work.wait()
+def start_send(x: Tensor, to: int, axis: Axis, tag: int = 0) -> Handle:
+    """A message to rank `to` of an axis; the handle keeps its tensor alive."""
+    backend = backend_of(axis)
+    x = x.cpu() if x.is_cuda and backend.on_host else x.contiguous()
+    return backend.isend(x, to, axis, tag)
 
 
-class Receiving:
+def start_receive(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    source: int,
+    axis: Axis,
+    tag: int = 0,
+) -> Handle:
     """A message from rank `source` of an axis, of a shape and dtype that both ranks know."""
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-        axis: Axis,
-        tag: int,
-    ):
-        self.device, backend = device, backend_of(axis)
-        self.x = torch.empty(shape, dtype=dtype, device="cpu" if backend.on_host else device)
-        self.work = backend.irecv(self.x, source, axis, tag)
-
-    def wait(self) -> Tensor:
-        """The tensor. On a GPU the current stream waits, and with Gloo the host."""
-        with named("receive", "pp"):
-            self.work.wait()
-        return self.x.to(self.device)
+    backend = backend_of(axis)
+    on_host = backend.on_host and device.type == "cuda"
+    x = torch.empty(shape, dtype=dtype, device="cpu" if on_host else device)
+    receiving = backend.irecv(x, source, axis, tag)
+    return Copied(receiving, torch.empty_like(x, device=device)) if on_host else receiving
 
 
 # ---- the same, awaited at once

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from megatron.distributed.collectives import Receiving, Sending
+from megatron.distributed.collectives import Handle, start_receive, start_send
 from megatron.distributed.groups import Groups
 from megatron.distributed.peers import waiting
 from megatron.parallel.schedule import WORDS, Action, Kind, Message, channel_of
@@ -40,10 +40,10 @@ class StageMessages:
         # have arrived (schedule.acknowledgements).
         self.acknowledgements: dict[Message, tuple[int, int]] = {}
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.inbox: dict[Message, Receiving | Tensor] = {}
+        self.inbox: dict[Message, Handle | Tensor] = {}
         self.outbox: dict[Message, Tensor] = {}
         # by receiver, oldest first
-        self.sending: defaultdict[int, deque[Sending]] = defaultdict(deque)
+        self.sending: defaultdict[int, deque[Handle]] = defaultdict(deque)
         self.num_arrived: Counter[int] = Counter()  # of the sends to each rank
 
     def put(self, message: Message, x: Tensor) -> None:
@@ -75,7 +75,7 @@ class StageMessages:
         queue = self.sending[to]
         channel = self.groups.channel(self.rank, to)
         with self._waiting_for(to, f"take {_describe(message)}"):
-            queue.append(Sending(self.outbox.pop(message), to, channel, self._tag(message)))
+            queue.append(start_send(self.outbox.pop(message), to, channel, self._tag(message)))
             # in evaluation no message comes back that would prove an arrival
             if not torch.is_grad_enabled() and len(queue) > MAX_UNACKNOWLEDGED:
                 self._finish_send(to)
@@ -85,7 +85,7 @@ class StageMessages:
         (source, _), message = channel_of(action, self.placement)
         channel = self.groups.channel(source, self.rank)
         with self._waiting_for(source, f"send {_describe(message)}"):
-            self.inbox[message] = Receiving(
+            self.inbox[message] = start_receive(
                 self.shape, self.dtype, self.device, source, channel, self._tag(message)
             )
 

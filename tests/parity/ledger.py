@@ -25,7 +25,7 @@ from megatron.parallel.layer_runner import LayerRunner
 
 # Functions of distributed/collectives.py that send and receive, and what they are.
 KINDS = {
-    "Sending": "message",
+    "start_send": "message",
     "start_all_reduce": "all-reduce",
     "start_all_gather": "all-gather",
     "gather_parts": "all-gather",

@@ -127,10 +127,10 @@ a gradient scaled on its way to the stage before | m5 pp2 1f1b
     (self.inbox if stays else self.outbox)[message] = x =>
         (self.inbox if stays else self.outbox)[message] = (
         x if message.kind is Kind.FORWARD else x / len(self.placement))
-= megatron/distributed/collectives.py Receiving.__init__
+= megatron/distributed/collectives.py start_receive
 a buffer for all messages, so that saved inputs go stale | m5 pp2 gpipe
-    self.x = torch.empty(shape, dtype=dtype, device="cpu" if backend.on_host else device) =>
-        self.x = Receiving.buffer = vars(Receiving).get("buffer", torch.empty(shape, dtype=dtype))
+    x = torch.empty(shape, dtype=dtype, device="cpu" if on_host else device) =>
+        x = Copied.buffer = vars(Copied).get("buffer", torch.empty(shape, dtype=dtype))
 = megatron/training/step.py read_micro_batch
 samples of another micro-batch on every stage | m5 pp2 1f1b
     first + index * run.global_micro_batch_size =>

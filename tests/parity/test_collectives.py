@@ -176,8 +176,8 @@ def test_gathered_tokens(gloo_world, size):
 
 # ---- outside of layers
 
-# of the start, of messages about the run, and of what console lines show
-OTHER_CALLERS = {"raise_on_all_ranks", "Ranks.gather_or_raise", "_weight_metrics"}
+# of what console lines show
+OTHER_CALLERS = {"_weight_metrics"}
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -9,19 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.distributed.collectives import Backend, round_elements
+from megatron.distributed.collectives import Backend, Handle, round_elements
 from megatron.distributed.groups import Axis
-
-
-class SilentWork:
-    """A completed operation; `held` is kept until it is waited for."""
-
-    def __init__(self, result: Tensor, held: Any):
-        self.result, self.held = result, held
-
-    def wait(self) -> Tensor:
-        self.held = None
-        return self.result
 
 
 class SilentGroup(Backend):
@@ -38,34 +27,32 @@ class SilentGroup(Backend):
         for.
         """
 
-    def _start(
-        self, what: str, axis: Axis, size: int, result: Tensor, extra: int = 0
-    ) -> SilentWork:
-        return SilentWork(result, self.hold(what, axis, size, result, extra))
+    def _start(self, what: str, axis: Axis, size: int, result: Tensor, extra: int = 0) -> Handle:
+        return Handle([], result, held=self.hold(what, axis, size, result, extra))
 
-    def all_reduce(self, x: Tensor, axis: Axis, op: Any) -> SilentWork:
+    def all_reduce(self, x: Tensor, axis: Axis, op: Any) -> Handle:
         return self._start("all-reduce", axis, x.nbytes, x)
 
     def exchange(
         self, x: Tensor, out: Tensor, axis: Axis, operation: str, *splits: list[int]
-    ) -> SilentWork:
+    ) -> Handle:
         size = axis.size * x.nbytes if operation == "all-gather" else x.nbytes
         return self._start(operation, axis, size, out)
 
-    def ring_hop(self, x: Tensor, out: Tensor, axis: Axis) -> SilentWork:
+    def ring_hop(self, x: Tensor, out: Tensor, axis: Axis) -> Handle:
         return self._start("message", axis, x.nbytes, out)
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, axis: Axis, reduce_dtype: torch.dtype, workspace: int
-    ) -> SilentWork:
+    ) -> Handle:
         elements = x.numel() // axis.size
         extra = self._bytes_in_flight(elements, axis.size, x.dtype, reduce_dtype, workspace)
         return self._start("reduce-scatter", axis, x.numel() * reduce_dtype.itemsize, out, extra)
 
-    def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> SilentWork:
+    def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> Handle:
         return self._start("message", axis, x.nbytes, x)
 
-    def irecv(self, x: Tensor, source: int, axis: Axis, tag: int) -> SilentWork:
+    def irecv(self, x: Tensor, source: int, axis: Axis, tag: int) -> Handle:
         return self._start("message", axis, x.nbytes, x)
 
     def _bytes_in_flight(
