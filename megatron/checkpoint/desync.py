@@ -16,10 +16,11 @@ from torch import Tensor
 from megatron.checkpoint.manifest import CheckpointError, chunk_digest
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import some
+from megatron.distributed.groups import Axis, Groups
 from megatron.distributed.rendezvous import name_ranks
 from megatron.model.spec import holders
 from megatron.optimizer.optimizer import MASTER, Optimizer
-from megatron.parallel.blocks import Block
+from megatron.parallel.blocks import Block, BufferEntry
 
 WORDS = 1 << 20  # that are multiplied at a time
 FACTOR = -7046029254386353131  # odd: 2**64 divided by the golden ratio
@@ -109,23 +110,30 @@ def shared_parts(optimizer: Optimizer) -> Iterator[tuple[Key, Tensor]]:
 
 
 def _parts(
-    block: Block, kind: str, buffer: Tensor, first: int, copies: Any, optimizer: Optimizer
+    block: Block, kind: str, buffer: Tensor, first: int, copies: Axis, optimizer: Optimizer
 ) -> Iterator[tuple[Key, Tensor]]:
     """Of a buffer that begins with element `first` of the block, and of which `copies` exist."""
     for entry in block.entries:
-        held = [("among data-parallel ranks", copies, entry.name, entry.start, entry.stop)]
-        held += [
-            (HELD_BY[box.replicated], holders(box, optimizer.groups), box.name, *run[:2])
-            for box in entry.boxes
-            if box.replicated
-            for run in entry.runs(box)
-        ]
-        for by, axis, name, start, stop in held:
+        for by, axis, name, start, stop in _held_by_several(entry, copies, optimizer.groups):
             data = buffer[max(start - first, 0) : max(stop - first, 0)]
             if axis.size > 1 and len(data):
                 # dense and expert weights are held by different ranks, maybe with the same lowest
                 among = f"{kind} {by} ({block.layout.group})"
                 yield Key(among, axis.ranks[0], f"{name} ({kind})"), data
+
+
+def _held_by_several(
+    entry: BufferEntry, copies: Axis, groups: Groups
+) -> Iterator[tuple[str, Axis, str, int, int]]:
+    """What several ranks may hold of an entry: (how they are described, the ranks, the tensor, its
+    first element in the block, and where it ends).
+    """
+    yield "among data-parallel ranks", copies, entry.name, entry.start, entry.stop
+    for box in entry.boxes:
+        if box.replicated:
+            axis = holders(box, groups)
+            for start, stop, _ in entry.runs(box):
+                yield HELD_BY[box.replicated], axis, box.name, start, stop
 
 
 def position_sum(data: Tensor, total: Tensor | None = None) -> Tensor:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megatron.config.errors import UserError
-from megatron.distributed.collectives import broadcast_bytes, gather_bytes
+from megatron.distributed.collectives import broadcast_bytes
 from megatron.distributed.groups import ALONE, Axis
-from megatron.distributed.rank_errors import raise_on_all_ranks, raise_rank_error
+from megatron.distributed.rank_errors import gather_texts, raise_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,14 @@ class Ranks:
         """
         if self.world.size == 1:
             return [json.loads(json.dumps(part()))]
+        text = ""
         fault = None
         try:
-            line = "+" + json.dumps(part())
+            text = json.dumps(part())
         except UserError as error:
             fault = error
-            line = "-" + (str(error) or "?")
-        lines = [each.decode() for each in gather_bytes(line.encode(), self.world, self.device)]
-        raise_rank_error([each[1:] if each[0] == "-" else "" for each in lines], self.world, fault)
-        return [json.loads(each[1:]) for each in lines]
+        texts = gather_texts(text, fault, self.world, self.device)
+        return [json.loads(each) for each in texts]
 
     def from_first(self, part: Callable[[], Any]) -> Any:
         """What the first rank's part returns, on every rank; errors as of `gather_or_raise`."""

@@ -41,7 +41,7 @@ class Interleaver:
         assert Interleaver.current is None and torch.is_grad_enabled()
         self.turn = Semaphore(1), Semaphore(0)
         self.running = 0
-        self.over = [False, False]
+        self.alone = False  # one of the two is over
         self.failed = False
         Interleaver.current = self
         coming = self.thread.submit(self._run, 1, second)
@@ -62,7 +62,7 @@ class Interleaver:
             self.failed = True
             raise
         finally:
-            self.over[index] = True
+            self.alone = True
             self._give_turn(1 - index)
 
     def _wait_for_turn(self, index: int) -> None:
@@ -77,9 +77,8 @@ class Interleaver:
     def yield_turn(self) -> None:
         """Let the other one run until it yields itself, or is over."""
         this = self.running
-        other = 1 - this
-        if not self.over[other]:
-            self._give_turn(other)
+        if not self.alone:
+            self._give_turn(1 - this)
             self._wait_for_turn(this)
 
 

@@ -66,7 +66,6 @@ def _prefixed(name: str, prefix: str) -> Launcher:
 
 
 SRUN = Launcher("srun", "", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-PMIX = _prefixed("a PMIx launcher", "PMIX")
 # In the order in which they are asked. srun comes after the launchers that may have started their
 # daemons with it, whose variables their ranks inherit; and before the bare PMI and PMIx variables,
 # which srun and others set as well.
@@ -94,7 +93,7 @@ LAUNCHERS = (
     ),
     SRUN,
     _prefixed("a PMI launcher", "PMI"),
-    PMIX,
+    _prefixed("a PMIx launcher", "PMIX"),
 )
 
 
@@ -150,9 +149,7 @@ def slurm_job(environment: Environment = os.environ) -> str:
 def _find_launcher(environment: Environment) -> Launcher | None:
     """The first launcher that started several processes, else the first one."""
     started = [launcher for launcher in LAUNCHERS if _is_started_by(launcher, environment)]
-    if len(started) > 1 and started[-1] is PMIX:  # others set its variables too, without a size
-        started.pop()
-    several = [launcher for launcher in started if _first(environment, launcher.size) != "1"]
+    several = [each for each in started if _first(environment, each.size) not in ("", "1")]
     return next(iter(several or started), None)
 
 

@@ -53,7 +53,7 @@ class FirstRank(logging.Handler):
             self.handleError(record)
         if self.store is not None and record.levelno >= logging.WARNING:
             with contextlib.suppress(RuntimeError):  # the store is closed: the job is ending
-                self.store.set(_key(text), "logged")
+                self.store.add(_key(text), 1)
 
 
 class OtherRank(logging.Handler):
@@ -80,10 +80,9 @@ class OtherRank(logging.Handler):
                     print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
     def _is_news(self, text: str) -> bool:
-        """Whether neither rank 0 nor another rank has logged it."""
-        key = _key(text)
+        """Whether no other rank has logged it."""
         try:
-            return not self.store.check([key]) and self.store.add(f"{key}/others", 1) == 1
+            return self.store.add(_key(text), 1) == 1
         except RuntimeError:  # the store is closed: better twice than never
             return True
 

@@ -65,40 +65,25 @@ def wait_for_count(store: Store, key: str, count: int, seconds: float, own: int 
 
 
 class PeerError(RuntimeError):
-    """A wait for another rank failed; `cause` is what torch reported."""
-
-    def __init__(self, text: str, cause: str):
-        super().__init__(text)
-        self.cause = cause
-
-
-# States of a rank, as messages name them; `{ago}` is the time since its last heartbeat. Of those
-# that ended, the ones that waited were not the cause.
-SILENT = "is silent; its last report, {ago}"
-ENDED = "ended {ago}"
-ENDED_WAITING = "ended {ago} in a wait"
-WAITING = "waits for others"
-BUSY = "lives and does not wait for others"
+    """A wait for another rank failed."""
 
 
 class Heartbeat(NamedTuple):
     """A rank's entry in the store."""
 
-    number: int
     seconds: float  # Unix time
     place: str
     what: str
-    state: str
-
-    @property
-    def ended(self) -> bool:
-        return self.state in (ENDED, ENDED_WAITING)
+    waits: bool  # for other ranks, which are then to blame
+    ended: bool
 
     def describe(self, rank: int, state: str) -> str:
+        """`state` may contain `{ago}`, the time since this entry."""
         ago = f"{max(0.0, time.time() - self.seconds):.0f} s ago"
         return f"rank {rank} ({self.place}) {state.format(ago=ago)}: {self.what}"
 
 
+SILENT = "is silent; its last report, {ago}"
 Reports = dict[int, Heartbeat]  # by rank
 
 
@@ -115,7 +100,6 @@ class Peers:
     world: int = 1
     store: Store | None = None
     holder: str = ""
-    number: int = 0  # of heartbeats
     num_silent: int = 0  # ranks without a heartbeat, set by `find`
     waited: float = 0.0  # seconds of completed waits, for other ranks and for the device
     over: threading.Event = field(default_factory=threading.Event)
@@ -123,7 +107,7 @@ class Peers:
     def start(self, store: Store, rank: int, world: int, holder: str) -> None:
         """Start the heartbeats. `holder` hosts the store."""
         self.rank, self.world, self.holder = rank, world, holder
-        self.number, self.num_silent, self.over = 0, 0, threading.Event()
+        self.num_silent, self.over = 0, threading.Event()
         # a separate connection, which nothing blocks; the host can hold a limited number of them
         own = store.clone() if world <= MAX_CLONES else store  # type: ignore[attr-defined]
         self.store = PrefixStore("reports", own)
@@ -145,11 +129,9 @@ class Peers:
 
     def report(self, end: str = "") -> None:
         """Write what this rank does, or why it ends."""
-        self.number += 1
         place = f"process {os.getpid()} on {socket.gethostname()}"
-        state, ended = (WAITING, ENDED_WAITING) if self.waits else (BUSY, ENDED)
         what = end or self.doing()
-        report = Heartbeat(self.number, time.time(), place, what, ended if end else state)
+        report = Heartbeat(time.time(), place, what, bool(self.waits), bool(end))
         self.store.set(str(self.rank), json.dumps(report))
         if end:
             self.store.add("ended", 1)
@@ -215,17 +197,22 @@ class Peers:
             state = "has ended" if found else "is silent"
             return f"{self.holder}, which holds the rendezvous store, {state}"
         before, last = found[0]
-        by_state: dict[str, list[str]] = {}
+        silent: list[str] = []
+        ended: list[str] = []
+        busy: list[str] = []
         for rank, report in last.items():
-            is_silent = report == before.get(rank) and not report.ended
-            state = SILENT if is_silent else report.state
-            by_state.setdefault(state, []).append(report.describe(rank, state))
+            if report.ended:
+                if not report.waits:
+                    ended.append(report.describe(rank, "ended {ago}"))
+            elif report == before.get(rank):
+                silent.append(report.describe(rank, SILENT))
+            elif not report.waits:
+                busy.append(report.describe(rank, "lives and does not wait for others"))
         # Silent ranks explain the rest; then those that ended while they computed; then those that
         # have not reached the operation.
-        self.num_silent = len(by_state.get(SILENT, ()))
-        causes = (SILENT, ENDED, BUSY) if timed_out else (ENDED,)
-        named = next((by_state[state] for state in causes if state in by_state), [])
-        return some(named, MAX_NAMED, "; ")
+        self.num_silent = len(silent)
+        causes = silent or ended or busy if timed_out else ended
+        return some(causes, MAX_NAMED, "; ")
 
     def stay(self) -> None:
         """On the host of the store, wait until all living ranks have read it and ended. Returns
@@ -283,12 +270,7 @@ def waiting(
         # running out of memory is no fault of a peer
         if is_out_of_memory(error) or len(PEERS.waits) > 1:
             raise
-        # without Gloo's advice
-        cause: Any = (
-            error.cause
-            if isinstance(error, PeerError)
-            else str(error).splitlines()[0].partition(". ")[0]
-        )
+        cause = str(error).splitlines()[0].partition(". ")[0]  # without Gloo's advice
         waited = time.monotonic() - begun
         report = text(waited)
         finding = PEERS.find(waited)
@@ -296,8 +278,7 @@ def waiting(
         PEERS.stay()
         raise PeerError(
             f"{report} ended or hangs{': ' + finding if finding else ''}. Look at its output "
-            f"first; where it is only slow, raise --distributed-timeout-minutes. ({cause})",
-            cause,
+            f"first; where it is only slow, raise --distributed-timeout-minutes. ({cause})"
         ) from error
     finally:
         PEERS.waits.pop()

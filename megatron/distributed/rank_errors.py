@@ -36,17 +36,17 @@ def raise_on_all_ranks(axis: Axis, device: torch.device) -> Iterator[None]:
         yield
     except UserError as error:
         fault = error
-    text = "" if fault is None else str(fault) or "?"
-    texts = [each.decode() for each in gather_bytes(text.encode(), axis, device)]
-    raise_rank_error(texts, axis, fault)
+    gather_texts("", fault, axis, device)
 
 
-def raise_rank_error(texts: list[str], axis: Axis, fault: UserError | None) -> None:
-    """Raise RankError, the same on every rank, when any of `texts` (the error of each rank, or an
-    empty string) is not empty. `fault`: this rank's error.
-    """
-    failed = [rank for rank, text in enumerate(texts) if text]
+def gather_texts(text: str, fault: UserError | None, axis: Axis, device: torch.device) -> list[str]:
+    """Every rank's text. Raise RankError, the same on every rank, when any has a `fault`."""
+    line = f"+{text}" if fault is None else f"-{str(fault) or '?'}"
+    lines = [each.decode() for each in gather_bytes(line.encode(), axis, device)]
+    failed = [rank for rank, each in enumerate(lines) if each[0] == "-"]
     if failed:
-        same = [rank for rank in failed if texts[rank] == texts[failed[0]]]
+        first = lines[failed[0]]
+        same = [rank for rank in failed if lines[rank] == first]
         who = "" if len(same) == axis.size else f"{name_ranks(same)}: "
-        raise RankError(who + texts[failed[0]], axis.rank) from fault
+        raise RankError(who + first[1:], axis.rank) from fault
+    return [each[1:] for each in lines]

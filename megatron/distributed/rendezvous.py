@@ -104,13 +104,12 @@ class _Meeting:
 
     def _wait_for(self, key: str) -> str:
         """The text of a key; empty when there is none at the deadline."""
-        self.keys.set_timeout(timedelta(seconds=max(0.1, self.deadline - time.monotonic())))
+        left = timedelta(seconds=max(0.1, self.deadline - time.monotonic()))
         try:
-            return self.keys.get(key).decode()
+            self.keys.wait([key], left)
         except DistStoreError:
             return ""
-        finally:
-            self.keys.set_timeout(timedelta(seconds=self.seconds))
+        return self.keys.get(key).decode()
 
     def _give_verdict(self, verdict: str) -> str:
         """Write the verdict unless there is one; the verdict that counts."""
@@ -132,22 +131,27 @@ class _Meeting:
         """Rank 0's part: call all ranks, then give the verdict."""
         self._append(f"{self.meeting}/present")
         called = {self.me.ticket}
-        present, fault = [self.me], ""
-        while time.monotonic() < self.deadline:
-            for arrival in self._arrivals("arrivals"):
-                if arrival.ticket not in called:
-                    self.keys.set(f"call/{arrival.ticket}", f"{self.meeting} {self.me.digest}")
-                    called.add(arrival.ticket)
+        deadline = self.deadline
+        while True:
+            self._call(called)
             present = self._present()
             fault = impossible(present)
-            complete = len(present) >= self.launch.world_size
-            if complete or self.keys.check([f"{self.meeting}/verdict"]):
+            is_complete = len(present) >= self.launch.world_size
+            is_over = time.monotonic() > deadline or self.keys.check([f"{self.meeting}/verdict"])
+            if is_complete or is_over:
                 break
             if fault:
-                self.deadline = min(self.deadline, time.monotonic() + ARRIVAL_GRACE_S)
+                deadline = min(deadline, time.monotonic() + ARRIVAL_GRACE_S)
             time.sleep(POLL_S)
-        missing = self._missing(present) if len(present) < self.launch.world_size else OK
+        missing = OK if is_complete else self._missing(present)
         return self._give_verdict(fault or self._differing(present) or missing)
+
+    def _call(self, called: set[str]) -> None:
+        """Call the tickets that are not in `called`, and add them."""
+        for arrival in self._arrivals("arrivals"):
+            if arrival.ticket not in called:
+                self.keys.set(f"call/{arrival.ticket}", f"{self.meeting} {self.me.digest}")
+                called.add(arrival.ticket)
 
     def _missing(self, arrived: list[Arrival]) -> str:
         there = {arrival.rank for arrival in arrived}

@@ -192,7 +192,7 @@ class TestTorchrunsStore:
         def broken(*_):
             raise RuntimeError("Connection reset by peer")
 
-        monkeypatch.setattr(PrefixStore, "get", broken)
+        monkeypatch.setattr(PrefixStore, "wait", broken)
         [error] = meet_all(launches(2, agent.port, agent_store=True)[1:], wait=SECONDS)
         assert str(error).startswith(
             f"rank 1: lost the connection to torchrun's store at 127.0.0.1:{agent.port} "
