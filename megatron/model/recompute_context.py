@@ -7,7 +7,7 @@ wrapped ones. A layer that recomputes nothing runs as it is written.
 
 Autograd saves what backward passes read. Of a wrapped method the context keeps the inputs, drops
 what is saved inside, and marks the results, so that a function that saves one of them keeps a
-`SavedPlace` instead. The first read of any of these runs the method again, once, and gives each
+`RecomputedTensor` instead. The first read of any of these runs the method again, once, and gives each
 reader its tensor, which goes with its last reader. Inputs may be results of another wrapped method,
 which then runs first. Same kernels on same inputs give the same bits, and dropout masks are
 functions of positions, so that gradients have the bits of those without recomputation.
@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,19 +31,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Function = Callable[..., Any]  # of tensors: a tensor, or several
-
-
-class SavedPlace(NamedTuple):
-    """The source of a dropped tensor: a view of a result, or saved inside (`shape` None)."""
-
-    source: RecomputedTensor
-    number: int
-    shape: tuple[Any, ...] | None  # of a view: `place_in_storage`
-
-    def read(self) -> Tensor:
-        """The tensor; each place is read once."""
-        tensor = self.source.read(self.number)
-        return tensor if self.shape is None else tensor.as_strided(*self.shape)
 
 
 @dataclass(eq=False)
@@ -67,8 +52,27 @@ class OffloadableTensor:
         return self.load().as_strided(*self.shape) if self.tensor is None else self.tensor
 
 
-Saved = Tensor | SavedPlace | OffloadableTensor
+@dataclass(eq=False)
+class RecomputedTensor:
+    """Replaces a saved tensor until backward reads it, once. `shape`: of a view of a result, its
+    `place_in_storage`.
+    """
+
+    source: Recomputation
+    shape: tuple[Any, ...] | None = None
+    tensor: Tensor | None = None  # from the recomputation on
+
+    def read(self) -> Tensor:
+        """The tensor. Raises RuntimeError the second time."""
+        if self.tensor is None:
+            self.source.run()
+        tensor, self.tensor = self.tensor, None
+        return tensor
+
+
+Saved = Tensor | RecomputedTensor | OffloadableTensor
 # weak, since parts of a graph go unused
+Readers = list[weakref.ref[RecomputedTensor]]
 ParkedTensors = list[weakref.ref[OffloadableTensor]]
 
 
@@ -82,68 +86,56 @@ def unpack(saved: Saved) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.read()
 
 
+def results_of(y: Any) -> tuple[Tensor, ...]:
+    """A computation's results, one or several."""
+    return (y,) if isinstance(y, Tensor) else tuple(y)
+
+
 @dataclass(eq=False)
-class RecomputedTensor:
+class Recomputation:
     """A computation of one forward pass that the backward pass makes again when it first reads one
-    of its tensors: results by the numbers -1, -2, ..., what it saved inside by 0, 1, ...
+    of its tensors. `readers`: of each tensor that it saved inside, in order, then of its results.
     """
 
     function: Function | None
     inputs: list[Saved]
     differentiated: list[bool]
-    inside: int = 0  # tensors that were saved inside
-    reads: Counter[int] = field(default_factory=Counter)  # to come
-    tensors: dict[int, Tensor] = field(default_factory=dict)
+    readers: list[Readers] = field(default_factory=list)
 
-    def place(self, number: int, shape: tuple[Any, ...] | None = None) -> SavedPlace:
-        """One more reader of a tensor."""
-        self.reads[number] += 1
-        return SavedPlace(self, number, shape)
+    def drop(self, _: Tensor) -> RecomputedTensor:
+        """Replaces a tensor that is saved inside."""
+        reader = RecomputedTensor(self)
+        self.readers.append([weakref.ref(reader)])
+        return reader
 
-    def drop(self, _: Tensor) -> SavedPlace:
-        """In the place of a tensor that is saved inside."""
-        self.inside += 1
-        return self.place(self.inside - 1)
-
-    def read(self, number: int) -> Tensor:
-        """A tensor for one of its readers. Raises RuntimeError when all have had it."""
-        if not self.reads[number]:
+    def run(self) -> None:
+        """Make the computation again, and give its tensors to their readers."""
+        if self.function is None:
             raise RuntimeError("a recomputed tensor is read more often than it was saved")
-        if self.function is not None:
-            self._run()
-        self.reads[number] -= 1
-        return self.tensors[number] if self.reads[number] else self.tensors.pop(number)
-
-    def _run(self) -> None:
-        """Make the computation again, and keep what will be read."""
-        # Runs once; inputs that are results of other computations run those first.
         function, self.function = self.function, None
+        # Inputs that are results of other computations run those first.
         inputs = [
             unpack(saved).detach().requires_grad_(differentiated)
             for saved, differentiated in zip(self.inputs, self.differentiated, strict=True)
         ]
         self.inputs = []
-        numbers = count()
+        tensors: list[Tensor] = []
 
-        def keep_inside(tensor: Tensor) -> None:
-            self._keep(next(numbers), tensor)
+        def keep(tensor: Tensor) -> None:
+            tensors.append(tensor.detach())  # the graph lives no longer than this function
 
-        # autograd saves nothing where it is off
-        with torch.set_grad_enabled(self.inside > 0), saved_tensors_hooks(keep_inside, unpack):
-            results = results_of(function(*inputs))
-        saved = next(numbers)
-        assert saved == self.inside, "recomputation saved other tensors than the forward pass"
-        for index, result in enumerate(results):
-            self._keep(-1 - index, result)
-
-    def _keep(self, number: int, tensor: Tensor) -> None:
-        if self.reads[number]:
-            self.tensors[number] = tensor.detach()
-
-
-def results_of(y: Any) -> tuple[Tensor, ...]:
-    """A computation's results, one or several."""
-    return (y,) if isinstance(y, Tensor) else tuple(y)
+        with torch.enable_grad(), saved_tensors_hooks(keep, unpack):
+            for result in results_of(function(*inputs)):
+                keep(result)
+        assert len(tensors) == len(self.readers), (
+            "recomputation saved other tensors than the forward pass"
+        )
+        for tensor, readers in zip(tensors, self.readers, strict=True):
+            for ref in readers:
+                if (reader := ref()) is not None:
+                    reader.tensor = tensor
+                    if reader.shape is not None:
+                        reader.tensor = tensor.as_strided(*reader.shape)
 
 
 class RecomputeContext:
@@ -155,7 +147,7 @@ class RecomputeContext:
         self.wrapped: list[tuple[nn.Module, str, Function | None]] = []
         # in a forward pass, by storage: results that are not kept. A weak reference keeps the
         # storage's identity from being given to another.
-        self.results: dict[int, tuple[StorageWeakRef, RecomputedTensor, int]] | None = None
+        self.results: dict[int, tuple[StorageWeakRef, Recomputation, Readers]] | None = None
         # in a forward pass whose tensors may leave
         self.parked: ParkedTensors | None = None
         self.reader = ""  # the module that reads what is saved now
@@ -227,6 +219,7 @@ class RecomputeContext:
         input, the residual stream, which is saved anyway.
         """
 
+        @torch.no_grad()  # what the norm saves is its input
         def norm_of(stream: Tensor) -> Tensor:
             return forward(stream)[0]
 
@@ -273,22 +266,25 @@ class RecomputeContext:
         finally:
             self.results = self.parked = None
 
-    def _computation(self, function: Function, inputs: tuple[Tensor, ...]) -> RecomputedTensor:
+    def _computation(self, function: Function, inputs: tuple[Tensor, ...]) -> Recomputation:
         differentiated = [x.requires_grad for x in inputs]
-        return RecomputedTensor(function, [self._pack(x) for x in inputs], differentiated)
+        return Recomputation(function, [self._pack(x) for x in inputs], differentiated)
 
-    def _mark(self, recomputed: RecomputedTensor, y: Any) -> None:
-        """From here on a function that saves a result of the computation keeps its place alone."""
-        for index, result in enumerate(results_of(y)):
-            storage = result.untyped_storage()
-            self.results[storage._cdata] = StorageWeakRef(storage), recomputed, -1 - index
+    def _mark(self, recomputation: Recomputation, y: Any) -> None:
+        """From here on a function that saves a result of the computation does not keep it."""
+        for result in results_of(y):
+            storage, readers = result.untyped_storage(), []
+            recomputation.readers.append(readers)
+            self.results[storage._cdata] = StorageWeakRef(storage), recomputation, readers
 
     def _pack(self, tensor: Tensor) -> Saved:
         """What is kept of a tensor that is saved."""
         storage = tensor.untyped_storage()._cdata
         if storage in self.results:
-            _, recomputed, number = self.results[storage]
-            return recomputed.place(number, place_in_storage(tensor))
+            _, recomputation, readers = self.results[storage]
+            reader = RecomputedTensor(recomputation, place_in_storage(tensor))
+            readers.append(weakref.ref(reader))
+            return reader
         kept = tensor.detach()  # with its graph it could be its own owner
         if self.parked is None:
             return kept
