@@ -19,6 +19,7 @@ definitions, on fp32 or fp64 numbers. **Never run on a GPU.** s sequence, b batc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -47,16 +48,15 @@ FP8 = "fp8"
 
 
 class Factor(NamedTuple):
-    """A matrix [m, n] of a GEMM, and what is wanted of it. `split`: the dimension that
-    tensor-parallel ranks share, if they do; `of_tokens`: rows are tokens.
+    """A matrix [m, n] of a GEMM, and what is wanted of it. `axes`: those whose ranks hold parts of
+    what shares a scale.
     """
 
     x: Tensor
     dtype: torch.dtype
-    split: int | None
+    axes: list[Axis]
     plain: bool = False
     transposed: bool = False
-    of_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Fp8Gemms:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i] -> [..., o]."""
         # Both factors have the summed dimension i contiguous as they are.
-        q, w = self._quantise(self._input(x, plain=True), self._weight(weight, plain=True))
+        q, w = self._quantise(self._input(x, plain=True), self._weight(weight, 1, plain=True))
         y = scaled_gemm(q.q, q.scale, w.q, w.scale, x.dtype, bias)
         return y.view(*x.shape[:-1], -1)
 
@@ -88,7 +88,7 @@ class Fp8Gemms:
         # dy is quantized once for both GEMMs: as it is for dx, transposed for dW.
         keeps = weight_grad and self.weight_grad
         own = self._output_grad(dy, plain=True, transposed=keeps)
-        q, w = self._quantise(own, self._weight(weight, transposed=True))
+        q, w = self._quantise(own, self._weight(weight, 0, transposed=True))
         dx = scaled_gemm(q.q, q.scale, w.q_t, w.scale_t, dy.dtype)
         # The copy for dx is dropped before dW is computed.
         kept = Quantised(None, None, q.q_t, q.scale_t) if keeps else dy
@@ -118,66 +118,60 @@ class Fp8Gemms:
             else:
                 into.add_(part)
 
-    def _weight(self, weight: Tensor, **wanted: bool) -> Factor:
-        return Factor(weight.detach(), E4M3, self.split, of_tokens=False, **wanted)
+    def _weight(self, weight: Tensor, summed: int, **wanted: bool) -> Factor:
+        """`summed`: the dimension of the weight that the GEMM sums over, which a row's scale spans;
+        a tensor's scale spans both.
+        """
+        is_tensor = self.scaling == "tensor"
+        is_cut = self.split is not None if is_tensor else self.split == summed
+        return self._factor(weight.detach(), E4M3, is_cut, of_tokens=False, **wanted)
 
     def _input(self, x: Tensor, **wanted: bool) -> Factor:
         """x is cut where the weight's inputs are."""
-        return Factor(x.flatten(0, -2), E4M3, 1 if self.split == 1 else None, **wanted)
+        return self._factor(x, E4M3, self.split == 1, **wanted)
 
     def _output_grad(self, dy: Tensor, **wanted: bool) -> Factor:
         """dy is cut where the weight's outputs are."""
-        return Factor(dy.flatten(0, -2), self.grad_dtype, 1 if self.split == 0 else None, **wanted)
+        return self._factor(dy, self.grad_dtype, self.split == 0, **wanted)
+
+    def _factor(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        is_cut: bool,
+        of_tokens: bool = True,
+        **wanted: bool,
+    ) -> Factor:
+        """`is_cut`: tensor-parallel ranks hold parts of what shares a scale of a tensor or row."""
+        axes = [self.axis] if is_cut and self.scaling != "block" else []
+        # Context-parallel ranks hold other rows: only a scale of the whole tensor spans them.
+        if of_tokens and self.scaling == "tensor" and self.cp.size > 1:
+            axes.append(self.cp)
+        return Factor(x.flatten(0, -2), dtype, axes, **wanted)
 
     def _quantise(self, *factors: Factor) -> list[Quantised]:
         """The factors in 8 bits, scaled by the maxima of the whole tensors."""
-        # The maxima of all factors first, so that one all-reduce an axis serves them; none where no
-        # other rank has parts, and what quantises may find them itself.
-        found: list[Maxima | None] = []
-        shared: list[tuple[Axis, Tensor]] = []
+        # Maxima first: one all-reduce an axis serves all factors. Where no other rank has parts,
+        # what quantises finds them itself.
+        maxima: list[Maxima | None] = []
         for factor in factors:
             find = find_maxima if factor.x.is_cuda else maxima_reference
-            spans = self._spans(factor)
-            maxima = find(factor.x, self.scaling) if any(spans) else None
-            found.append(maxima)
-            if maxima is not None:
-                for axes, amax in zip(spans, maxima, strict=True):
-                    shared += [(axis, amax) for axis in axes]
+            maxima.append(find(factor.x, self.scaling) if factor.axes else None)
         for axis in (self.axis, self.cp):
-            parts = [amax for over, amax in shared if over is axis]
+            parts: list[Tensor] = []
+            for factor, found in zip(factors, maxima, strict=True):
+                if axis in factor.axes:
+                    parts += compress(found, (factor.plain, factor.transposed))
             if parts:
                 greatest = all_reduce_max(torch.cat(parts), axis)
-                sizes = [len(amax) for amax in parts]
-                for amax, whole in zip(parts, greatest.split(sizes), strict=True):
-                    amax.copy_(whole)
-        return [
-            (quantise if factor.x.is_cuda else quantise_by_definition)(
-                factor.x,
-                factor.dtype,
-                self.scaling,
-                plain=factor.plain,
-                transposed=factor.transposed,
-                maxima=maxima,
-            )
-            for factor, maxima in zip(factors, found, strict=True)
-        ]
-
-    def _spans(self, factor: Factor) -> list[list[Axis]]:
-        """The axes whose ranks hold parts of what shares a scale, of a factor as it is and
-        transposed; none of what is not wanted.
-        """
-        is_whole = self.scaling == "tensor"
-        spans = []
-        for is_wanted, summed in ((factor.plain, 1), (factor.transposed, 0)):
-            # A row's scale spans the summed dimension: ranks share it where that is cut. Blocks
-            # never cross ranks.
-            is_cut = is_whole or (self.scaling == "row" and factor.split == summed)
-            axes = [self.axis] if is_cut and factor.split is not None else []
-            # Context-parallel ranks hold other rows: only a scale of the whole tensor spans them.
-            if is_whole and factor.of_tokens and self.cp.size > 1:
-                axes.append(self.cp)
-            spans.append(axes if is_wanted else [])
-        return spans
+                for part, whole in zip(parts, greatest.split([len(part) for part in parts])):
+                    part.copy_(whole)
+        quantised = []
+        for factor, found in zip(factors, maxima, strict=True):
+            function = quantise if factor.x.is_cuda else quantise_by_definition
+            wanted = {"plain": factor.plain, "transposed": factor.transposed}
+            quantised.append(function(factor.x, factor.dtype, self.scaling, **wanted, maxima=found))
+        return quantised
 
 
 def scaled_gemm(
