@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import Any
@@ -48,24 +47,19 @@ def elements(
     return total
 
 
-def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[str, int]:
-    """Parameters by kind and in `total` that each of `tp` ranks holds; `vocab_size` is the real
-    vocabulary, or the padded one to count stored rows. Norms, positions, biases of row-parallel
-    layers and a key/value head that several ranks share are held whole; experts are all of them.
-    """
-    matrix = elements([vocabulary_matrix(model, vocab_size, vocab_size)], tp)
+def parameter_count(model: ModelConfig, vocab_size: int) -> dict[str, int]:
+    """Parameters of the whole model by kind and in `total`; `vocab_size` is the real vocabulary."""
+    matrix = elements([vocabulary_matrix(model, vocab_size, vocab_size)])
     experts = ("experts", "router") if any(model.expert_layers()) else ()
     kinds = "position", "attention", "mlp", *experts, "norms"
     counts = {"embedding": matrix, **dict.fromkeys(kinds, 0)}
-    # Layers of one kind have the same number of parameters.
-    alike = Counter(representative_layer(model, index) for index in range(model.num_layers))
-    for index, layers in alike.items():
-        for name, spec in layer_parameters(model, index).items():
+    for index in range(model.num_layers):
+        for name, spec in layer_parameters(model, representative_layer(model, index)).items():
             # A shared expert and its gate go through every token, so they count as MLP.
             module, part = name.split(".")[:2]
             kind = part if part in ("experts", "router") else module
             kind = "norms" if module.endswith("norm") else kind
-            counts[kind] += layers * elements([spec], tp)
+            counts[kind] += elements([spec])
     counts["head"] = matrix if model.untie_embeddings_and_output_weights else 0
     return {**counts, "total": sum(counts.values())}
 
@@ -147,19 +141,15 @@ def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) ->
 
 
 # Dense peaks in TFLOP/s by vendors' data sheets: pattern of the device's name, bf16 and fp16 with
-# fp32 accumulation, fp32 without
-# tensor cores. The first match counts.
+# fp32 accumulation, fp32 without tensor cores. The first match counts: H100 PCIe before H100.
 _PEAKS = (
     (r"\bMIG\b", None, None),  # a slice of a device: its share is not in the name
     (r"GB200", 2500, 80),
     (r"B200", 2250, 75),
     (r"B100", 1750, 60),
     (r"H200 NVL|H100 NVL", 835, 60),
-    (r"GH200|H200", 989, 67),
-    (r"H100 PCIe", 756, 51),
-    (r"H100", 989, 67),
-    (r"H800 PCIe", 756, 51),
-    (r"H800", 989, 67),
+    (r"(H100|H800) PCIe", 756, 51),
+    (r"H200|H100|H800", 989, 67),
     (r"\bH20\b", 148, 44),
     (r"A100|A800", 312, 19.5),
     (r"\bA30\b", 165, 10.3),
@@ -176,7 +166,6 @@ _PEAKS = (
 
 def peak_tflops(device_name: str, dtype: Any) -> float | None:
     """Dense peak in TFLOP/s for a torch dtype or its name; None if it is not known."""
-    # Patterns are in the order of specificity: H100 PCIe before H100.
     precision = str(dtype).removeprefix("torch.")
     for pattern, half, single in _PEAKS:
         if re.search(pattern, device_name):
