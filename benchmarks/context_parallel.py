@@ -108,7 +108,7 @@ def ours(kind: str, shape: tuple[int, int, int], tensors: list[Tensor]) -> Syste
     places = torch.from_numpy(places_of_ranks(length, cp))
     held = Places.of(places, cp)
     layer = SelfAttention(config, 0, 0, ModelParallel(cp=cp))
-    seen = seen_by_queries(config, length, None, cp, held)
+    seen = seen_by_queries(config, None, length, None, cp, held)
     *qkv, dout = (x[held.own].float() for x in tensors)
 
     def turn() -> list[Tensor]:

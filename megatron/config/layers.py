@@ -65,10 +65,6 @@ def windows_of(model: ModelConfig) -> tuple[int | None, ...]:
     return tuple(dict.fromkeys(record.window for record in layer_records(model)))
 
 
-def window_index(model: ModelConfig, record: LayerRecord) -> int:
-    return windows_of(model).index(record.window)
-
-
 def widest_window(model: ModelConfig) -> int | None:
     """The window that every layer has; None where a layer sees all earlier keys."""
     return None if None in windows_of(model) else model.window_size

@@ -5,7 +5,6 @@ order, which parallel/pipeline.py runs. s sequence, b batch, h hidden, v vocabul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -66,8 +65,7 @@ class GPTModel(nn.Module):
         self.config, self.dtype, self.vocab_size = config, dtype, vocab_size
         self.parallel = parallel
         self.tp, self.cp = parallel.tp, parallel.cp
-        # by `TransformerLayer.window_number`
-        self.config_by_window = [replace(config, window_size=each) for each in windows_of(config)]
+        self.windows = windows_of(config)
         # Embedding and head exist on ranks that hold their stage.
         stages = whole(config) if stages is None else stages
         self.embedding = None
@@ -176,8 +174,8 @@ class GPTModel(nn.Module):
             loss_mask=loss_mask,
             position_ids=position_ids[hidden_positions],
             seen=tuple(
-                seen_by_queries(config, length, document_starts, self.cp, held)
-                for config in self.config_by_window
+                seen_by_queries(self.config, window, length, document_starts, self.cp, held)
+                for window in self.windows
             ),
             rotary=None if self.rotary is None else self.rotary.table(position_ids),
             dropout=DropoutState(sample_ids, token_index) if training else None,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
-from megatron.config.layers import layer_records, window_index
+from megatron.config.layers import layer_records, windows_of
 from megatron.model.attention.attention import Seen, SelfAttention
 from megatron.model.attention.context_parallel import Places
 from megatron.model.attention.latent_attention import LatentAttention
@@ -34,7 +34,6 @@ from megatron.model.norm import AddNorm
 from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute, always_rebuilt
 from megatron.model.recompute_context import ParkedTensors, RecomputeContext
 from megatron.model.spec import (
-    Multipliers,
     ParameterSpec,
     Shard,
     matrix,
@@ -84,7 +83,7 @@ def vocabulary_matrix(
         copies="tied" if tied else None,
         grad_sum=("tied",) if tied else (),
         stored=padded_vocab,
-        multipliers=Multipliers(decoupled_lr=True),
+        decoupled_lr=True,
     )
 
 
@@ -199,7 +198,8 @@ class TransformerLayer(Layer):
         super().__init__()
         self.config = config
         self.record = record = layer_records(config)[index]
-        self.rotates, self.window_number = record.rotary, window_index(config, record)
+        self.rotates = record.rotary
+        self.window_number = windows_of(config).index(record.window)
         sums = parts_under(parallel.tp.sequence)
 
         def norm(name: str) -> AddNorm:

@@ -26,7 +26,7 @@ A parameter carries these attributes:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -61,16 +61,11 @@ class Shard:
         return ranks if self.parts is None else min(ranks, self.parts)
 
 
-@dataclass(frozen=True)
-class Multipliers:
-    """Factors of the learning rate, the weight decay and Adam's epsilon of one tensor.
-    `decoupled_lr`: it takes the rate of --decoupled-lr, where that is given.
-    """
+class ParamGroup(NamedTuple):
+    """Tensors whose updates take the same learning rate and weight decay."""
 
-    lr: float = 1.0
-    weight_decay: float = 1.0
-    eps: float = 1.0
-    decoupled_lr: bool = False
+    decay: bool
+    decoupled_lr: bool  # the rate of --decoupled-lr, where that is given
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class TensorSpec:
     grad_sum: tuple[str, ...] | None = ()
     stored: int | None = None
     group: str = "dense"
-    multipliers: Multipliers = Multipliers()
+    decoupled_lr: bool = False
     expert: tuple[int, int] | None = None
 
     def is_held(self, rank: int, ranks: int) -> bool:
@@ -160,15 +155,10 @@ class ParameterSpec:
     is_gemm: bool = False
 
     @property
-    def decay(self) -> bool:
-        """Whether it takes weight decay."""
-        return self.tensors[0].decay
-
-    @property
-    def multipliers(self) -> Multipliers:
-        """Those of its tensors, which have the same; no weight decay where it takes none."""
-        multipliers = self.tensors[0].multipliers
-        return multipliers if self.decay else replace(multipliers, weight_decay=0.0)
+    def param_group(self) -> ParamGroup:
+        """The group of all its tensors."""
+        first = self.tensors[0]
+        return ParamGroup(first.decay, first.decoupled_lr)
 
     @property
     def group(self) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
-from megatron.model.spec import Box, Multipliers, holders
+from megatron.model.spec import Box, ParamGroup, holders
 from megatron.optimizer.optimizer import MASTER, Optimizer, Scalars
 from megatron.optimizer.update import StepScalars, UpdateRule
 from megatron.parallel.blocks import Block, BufferEntry, Segment, padded
@@ -46,7 +46,7 @@ def of_matrices(entry: BufferEntry) -> bool:
     )
 
 
-def _multipliers_of(block: Block, entry: BufferEntry) -> Multipliers:
+def _param_group_of(block: Block, entry: BufferEntry) -> ParamGroup:
     return next(each for stop, each in block.layout.ranges if entry.start < stop)
 
 
@@ -59,7 +59,7 @@ def other_segments(block: Block) -> list[Segment]:
         start, stop = max(entry.start, first), min(entry.start + padded(entry.numel), last)
         if start < stop and not of_matrices(entry):
             part = slice(start - first, stop - first)
-            found.append(Segment(part, _multipliers_of(block, entry)))
+            found.append(Segment(part, _param_group_of(block, entry)))
     return found
 
 
@@ -95,7 +95,7 @@ class MatrixOptimizer(Optimizer):
             momentum, weight, gradient = (part.view(view) for _, view in held)
             own[part.name].append((part, momentum, weight, gradient))
         for entry in filter(of_matrices, block.entries):
-            at = scalars[_multipliers_of(block, entry)]
+            at = scalars[_param_group_of(block, entry)]
             for box in entry.boxes:
                 self._step_matrix(block, box, own[box.name], at)
         if block.rounded is not None:

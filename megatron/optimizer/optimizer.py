@@ -23,7 +23,7 @@ from megatron.kernels import apex, grad_norm
 from megatron.model.gpt import layer_names
 from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
-from megatron.model.spec import Box, Holder, Multipliers, holders
+from megatron.model.spec import Box, Holder, ParamGroup, holders
 from megatron.optimizer.lr_schedule import StepRates
 from megatron.optimizer.nvme import FileTensor, Held, StateFiles, Use
 from megatron.optimizer.offload import HostSteps
@@ -35,7 +35,7 @@ MASTER = "master"  # next to the names of the rule's states: what is kept of a b
 PIECE = 1 << 18  # elements widened to float64 at once on a CPU: two megabytes, in cache
 PIECE_CUDA = 1 << 20
 Fill = Callable[[list[tuple[Box, Tensor]]], None]  # gives the tensors of boxes new values
-Scalars = dict[Multipliers, StepScalars]  # of one step, by what tensors declare
+Scalars = dict[ParamGroup, StepScalars]  # of one step
 States = dict[Block, dict[str, Tensor]]  # what is in memory all the time
 
 
@@ -165,8 +165,8 @@ class Optimizer:
         return self.rule.implementation.skips_on_device and self.steps.is_cuda
 
     @cached_property
-    def multipliers(self) -> set[Multipliers]:
-        """The distinct multipliers that trained tensors declare."""
+    def param_groups(self) -> set[ParamGroup]:
+        """Those of trained tensors."""
         return {each for block in self.trained for _, each in block.layout.ranges}
 
     @cached_property
@@ -239,12 +239,12 @@ class Optimizer:
         numbers = self.steps, self.steps + 1, coefficient, divisor, found_inf
         scalars = {
             each: StepScalars(
-                (rates.decoupled if each.decoupled_lr else rates.base) * each.lr,
-                rates.weight_decay * each.weight_decay,
-                flags.adam_eps * each.eps,
+                rates.decoupled if each.decoupled_lr else rates.base,
+                rates.weight_decay if each.decay else 0.0,
+                flags.adam_eps,
                 *numbers,
             )
-            for each in self.multipliers
+            for each in self.param_groups
         }
 
         # 3. Steps on the host are handed over: each is made when the next forward pass needs it.
@@ -296,10 +296,10 @@ class Optimizer:
         for piece, held in self.pieces(block, (MASTER, *self.state_names), "change"):
             near, rounded = grad[piece], None if out is None else out[piece]
             segments = block.segments(piece) if block.in_files else self.segments[block]
-            for part, multipliers in segments:
+            for part, param_group in segments:
                 states = {name: held[name][part] for name in self.state_names}
                 out_part = None if rounded is None else rounded[part]
-                at = scalars[multipliers]
+                at = scalars[param_group]
                 rule.apply(held[MASTER][part], near[part], states, at, out_part)
 
     @torch.no_grad()

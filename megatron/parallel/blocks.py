@@ -36,7 +36,7 @@ from megatron.config.stages import frozen_units
 from megatron.distributed.groups import Axis, BufferGroups, Groups, one_process
 from megatron.model.additions import check_additions
 from megatron.model.gpt import GPTModel
-from megatron.model.spec import Box, Multipliers, ParameterSpec, holders
+from megatron.model.spec import Box, ParameterSpec, ParamGroup, holders
 
 ALIGNMENT = 64
 UNTRAINED = "state"  # the group of what is kept with the weights and not trained
@@ -93,8 +93,8 @@ class BufferLayout:
     # elements at its beginning: weights of linear layers, whose gradients a split backward pass
     # leaves for later
     late: int
-    # (where it ends, what an update rule multiplies there), one after the other
-    ranges: tuple[tuple[int, Multipliers], ...]
+    # (where it ends, whose tensors lie there), one after the other
+    ranges: tuple[tuple[int, ParamGroup], ...]
     size: int  # with padding
 
     @cached_property
@@ -111,7 +111,7 @@ class Segment(NamedTuple):
     """A range of what a rank updates, and what an update rule multiplies there."""
 
     part: slice
-    multipliers: Multipliers
+    param_group: ParamGroup
 
 
 class Block:
@@ -364,12 +364,12 @@ class Block:
     def segments(self, piece: slice | None = None) -> list[Segment]:
         """The ranges of a buffer as in `boxes` that are updated alike."""
         first, last = self._range(piece)
-        # Multipliers change at the ends of the layout's ranges alone: two or three a block.
+        # Groups change at the ends of the layout's ranges alone: two or three a block.
         start, found = first, []
-        for stop, multipliers in self.layout.ranges:
+        for stop, param_group in self.layout.ranges:
             end = min(stop, last)
             if start < end:
-                found.append(Segment(slice(start - first, end - first), multipliers))
+                found.append(Segment(slice(start - first, end - first), param_group))
                 start = end
         return found
 
@@ -468,12 +468,12 @@ def _in_buffer_order(own: list[_Declared]) -> list[_Declared]:
     """Decayed parameters first, of them the late ones, and those together that an update rule
     treats alike.
     """
+
     # The order decides how few ranges there are: one run of decayed tensors, and in it one run of
     # those whose gradients a split backward pass computes later.
-    kinds = list(dict.fromkeys(each.spec.multipliers for each in own))
-
-    def place(each: _Declared) -> tuple[bool, bool, int]:
-        return not each.spec.decay, not each.is_late, kinds.index(each.spec.multipliers)
+    def place(each: _Declared) -> tuple[bool, bool, bool]:
+        decay, decoupled_lr = each.spec.param_group
+        return not decay, not each.is_late, decoupled_lr
 
     return sorted(own, key=place)
 
@@ -483,14 +483,14 @@ def _lay_out(
 ) -> BufferLayout:
     """The buffer of a unit's parameters that one group holds, in `parts` equal slices."""
     entries, end, late_end = [], 0, 0
-    ranges: list[tuple[int, Multipliers]] = []
+    ranges: list[tuple[int, ParamGroup]] = []
     for name, parameter, spec, is_late in members:
         # Each tensor starts on the grid, so that every cut of the buffer into slices lies on it.
         entries.append(BufferEntry(name, end, parameter.shape, spec.boxes(model.grid(group))))
         end += padded(parameter.numel())
-        if ranges and ranges[-1][1] == spec.multipliers:
+        if ranges and ranges[-1][1] == spec.param_group:
             ranges.pop()  # one range of both
-        ranges.append((end, spec.multipliers))
+        ranges.append((end, spec.param_group))
         if is_late:
             late_end = end
     size = padded(end, parts)

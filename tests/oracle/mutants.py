@@ -107,7 +107,7 @@ queries and keys normed after their rotation | llama-gqa-qknorm-window
     return q, k, v => return self.q_norm(q), self.k_norm(k), v
 = megatron/model/attention/attention.py seen_by_queries
 a window of one key more | llama-gqa-qknorm-window
-    config.window_size => config.window_size and config.window_size + 1
+    "window": window, => "window": window and window + 1,
 the document mask ignored | documents
     "document_starts": document_starts => "document_starts": None
 = megatron/data/loader.py Source.batch
@@ -285,11 +285,11 @@ weight decay in the gradient | llama
     weight_decay=at.weight_decay => weight_decay=0.0
 weight decay without the rate | llama
     weight_decay=at.weight_decay => weight_decay=at.weight_decay / (at.lr or 1.0)
-= megatron/model/spec.py ParameterSpec.decay
+= megatron/model/spec.py ParameterSpec.param_group
 weight decay of vectors | gpt-files
-    self.tensors[0].decay => True
+    ParamGroup(first.decay, => ParamGroup(True,
 no weight decay of the vocabulary's matrices | llama
-    self.tensors[0].decay => self.tensors[0].decay and self.tensors[0].kind == "matrix"
+    ParamGroup(first.decay, => ParamGroup(first.decay and first.kind == "matrix",
 = megatron/optimizer/update.py _sgd
 Nesterov's momentum | sgd
     nesterov=False => nesterov=True
@@ -404,10 +404,10 @@ embedding and head at the rate of all else | decoupled-tied
 = megatron/model/layer.py TransformerLayer._learned_positions
 learned positions at the rate of the word embedding | decoupled-tied
     **whole_on_every_rank(tp) =>
-        **whole_on_every_rank(tp), multipliers=Multipliers(decoupled_lr=True)
+        **whole_on_every_rank(tp), decoupled_lr=True
 = megatron/model/layer.py vocabulary_matrix
 an untied head at the rate of all else | decoupled-untied-resume
-    Multipliers(decoupled_lr=True) => Multipliers(decoupled_lr=not head)
+    decoupled_lr=True => decoupled_lr=not head
 = megatron/optimizer/lr_schedule.py ParamSchedule.rates
 a decoupled rate that decays to zero without its own minimum | decoupled-tied
     min_lr=self.decoupled_min_lr => min_lr=0.0

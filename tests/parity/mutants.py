@@ -247,7 +247,7 @@ an objective multiplied by the context-parallel ranks | gpt cp2 p2p
     scale, recording => scale * run.groups.cp.size, recording
 = megatron/model/attention/context_parallel.py Places.of
 sequences in the order in which ranks hold them | dropout cp2 allgather
-    order, inverse) => order, index)
+    order.argsort()) => torch.arange(len(order)))
 = megatron/model/attention/context_parallel.py _to_sequence
 exchanged parts of the sequence in the wrong order | dropout cp2 a2a
     all_to_all(x.movedim(2, 0).contiguous(), axis) =>
@@ -276,7 +276,7 @@ a log-sum-exp rounded to bf16 | gpt cp2 p2p
     sigmoid(part_lse - lse) => sigmoid(part_lse.bfloat16().to(lse) - lse)
 = megatron/model/attention/ring_attention.py BlockAttention.backward
 a backward pass that normalizes each block by itself | gpt cp2 p2p
-    dout, q, k, v, out = _by_head => lse = self.forward(q, k, v, mask)[1]
+    dout, q, k, v, out = _by_head => lse = self.forward(q, k, v, mask=mask)[1]
         dout, q, k, v, out = _by_head
 = kernels/attention.py _kept
 keys of each block counted from 0 in dropout | dropout cp2 p2p
@@ -337,17 +337,15 @@ each head reads the values of the next one | mla tp2 sp
     torch.cat((value, zeros), dim=-1) => torch.cat((value.roll(-1, 2), zeros), dim=-1)
 = megatron/model/layer.py TransformerLayer.__init__
 windows of the layer before on the last rank | layer-kinds pp2 1f1b
-    self.window_number = record.rotary, window_index(config, record) =>
-        self.window_number = record.rotary, window_index(config, layer_records(config)[index - 1])
+    index(record.window) => index(layer_records(config)[index - 1].window)
 no-rope-freq ignored | layer-kinds pp2 1f1b
-    self.rotates, self.window_number = record.rotary, =>
-        self.rotates, self.window_number = True,
+    self.rotates = record.rotary => self.rotates = True
 = megatron/model/fp8.py Fp8Gemms._quantise
 tensors scaled by the maxima of the rank's own part | fp8-tensors tp2 sp
     all_reduce_max(torch.cat(parts), axis) => torch.cat(parts)
 = megatron/model/layer.py vocabulary_matrix
 a tied head on the last stage at the base rate | decoupled pp2 1f1b
-    Multipliers(decoupled_lr=True) => Multipliers(decoupled_lr=not head)
+    decoupled_lr=True => decoupled_lr=not head
 = megatron/model/mlp.py TiledMLP.forward
 the first piece of the sequence twice | tiled tp2 sp
     _PutPiece.apply(y, super().forward(piece), rows) =>

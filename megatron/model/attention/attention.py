@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
-from megatron.kernels.attention import attention_reference, flash_attention
-from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.kernels.dispatch import CANDIDATES
 from megatron.model.attention.context_parallel import (
@@ -68,6 +66,7 @@ class Seen:
 
 def seen_by_queries(
     config: ModelConfig,
+    window: int | None,
     length: int,
     document_starts: Tensor | None = None,
     cp: ContextParallel = NO_CP,
@@ -76,10 +75,11 @@ def seen_by_queries(
     """What this rank's queries see in the layers with this window, of samples of this length, one
     document each or with document_starts [b, s]. The mask of several steps is the first one's.
     """
-    if places is not None and (steps := _steps(config, cp, places, document_starts)):
+    steps = () if places is None else _steps(config, window, cp, places, document_starts)
+    if steps:
         return Seen(steps[0].mask, places, steps)
     queries = length
-    given: dict[str, Any] = {"window": config.window_size, "document_starts": document_starts}
+    given: dict[str, Any] = {"window": window, "document_starts": document_starts}
     if places is not None and cp.gathers:
         # Queries of some positions only, keys of all.
         own, queries = places.own, len(places.own)
@@ -93,7 +93,11 @@ def seen_by_queries(
 
 
 def _steps(
-    config: ModelConfig, cp: ContextParallel, places: Places, document_starts: Tensor | None
+    config: ModelConfig,
+    window: int | None,
+    cp: ContextParallel,
+    places: Places,
+    document_starts: Tensor | None,
 ) -> AttentionSteps:
     """The steps of attention, one a block of keys; none where it is computed at once."""
     # a2a+p2p: the ranks that exchange heads are one rank of the ring
@@ -108,7 +112,7 @@ def _steps(
     return ring_steps(
         places.order.view(axis.size, -1),
         axis.rank,
-        config.window_size,
+        window,
         document_starts,
         by_positions=config.attention_dropout > 0,
     )
@@ -207,28 +211,27 @@ class CoreAttention(nn.Module):
 
     def forward(self, *qkv: Tensor, seen: Seen, dropout_state: DropoutState | None) -> Tensor:
         """`dropout_state`: None in evaluation."""
-        backend = self.backend[dropout_state is not None]
-        axis = self.cp.heads
-        if axis.size > 1:  # all-to-all: the positions of all ranks of fewer heads
-            q, k, v = qkv
-            qkv = heads_for_sequence(q, k, v, axis)
-        if seen.steps:
-            out = self._by_blocks(qkv, seen.steps, dropout_state, backend)
+        cp, backend = self.cp, self.backend[dropout_state is not None]
+        if cp.heads.size > 1:  # all-to-all: the positions of all ranks of fewer heads
+            qkv = heads_for_sequence(*qkv, cp.heads)
+        if seen.steps:  # over the blocks of keys of a ring's ranks, or of all
+            if qkv[0].is_cuda and backend in SDPA:  # which gives no log-sum-exp there
+                backend = "plain"
+            block = BlockAttention(backend, self._options(dropout_state, backend))
+            function = GatheredAttention if cp.gathers else RingAttention
+            axis = cp.axis if cp.gathers else cp.ring
+            out = function.apply(*qkv, seen.steps, block, axis)
         else:
-            if self.cp.gathers and seen.places is not None:  # one call over all keys
+            if cp.gathers and seen.places is not None:  # one call over all keys
                 q, k, v = qkv
-                qkv = q, *gather_keys(k, v, seen.places, self.cp.axis)
+                qkv = q, *gather_keys(k, v, seen.places, cp.axis)
             if backend in SDPA:
-                q, k, v = qkv
-                out = fused_attention(q, k, v, seen.mask, self.settings["scale"])
+                out = fused_attention(*qkv, seen.mask, self.settings["scale"])
             else:
-                options = self._options(dropout_state, backend)
-                if backend == "plain":
-                    out, _ = attention_reference(*qkv, mask=seen.mask, **options)
-                else:
-                    out, _ = flash_attention(*qkv, mask=seen.mask, backend=backend, **options)
-        if axis.size > 1:  # and back
-            out = sequence_for_heads(out, axis)
+                block = BlockAttention(backend, self._options(dropout_state, backend))
+                out, _ = block.forward(*qkv, mask=seen.mask)
+        if cp.heads.size > 1:  # and back
+            out = sequence_for_heads(out, cp.heads)
         # [s, b, n, d] -> [s, b, n d]; latent attention fills values with zeros to the keys' width
         if out.shape[-1] != self.value_width:
             out = out[..., : self.value_width]
@@ -244,24 +247,6 @@ class CoreAttention(nn.Module):
         key = dropout.key if backend in OURS else dropout.words
         samples = dropout_state.sample_ids
         return self.settings | {"drop": dropout.probability, "key": key, "sample_ids": samples}
-
-    def _by_blocks(
-        self,
-        qkv: tuple[Tensor, ...],
-        steps: AttentionSteps,
-        dropout_state: DropoutState | None,
-        backend: str,
-    ) -> Tensor:
-        """Attention over the blocks of keys of a ring's ranks, or of all."""
-        q, k, v = qkv
-        if q.is_cuda and backend in SDPA:  # which gives no log-sum-exp there
-            backend = "plain"
-        # Steps are joined by their log-sum-exp; each is one call of the backend, forward and
-        # backward.
-        block = BlockAttention(backend, Options(**self._options(dropout_state, backend)))
-        if self.cp.gathers:
-            return GatheredAttention.apply(q, k, v, steps, block, self.cp.axis)
-        return RingAttention.apply(q, k, v, steps, block, self.cp.ring)
 
 
 class Attention(nn.Module):

@@ -54,12 +54,8 @@ class Places(NamedTuple):
     @classmethod
     def of(cls, places: Tensor, cp: ContextParallel) -> Places:
         """Of `places_of_ranks`'s answer [C, s / C], on its device."""
-        # `order` lists the positions as a gather brings them; its inverse puts them in natural
-        # order.
-        order = places.flatten()
-        index = torch.arange(len(order), device=order.device)
-        inverse = torch.empty_like(order).scatter_(0, order, index)
-        return cls(places[cp.axis.rank], order, inverse)
+        order = places.flatten()  # as a gather brings the positions
+        return cls(places[cp.axis.rank], order, order.argsort())
 
 
 def places_of_ranks(

@@ -122,23 +122,20 @@ class BlockAttention:
     """
 
     backend: str
-    options: Options
+    options: dict[str, Any]  # fields of Options
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *qkv: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
         """(out, lse) over this block alone; of rows that see none of its keys 0 and -inf."""
-        fields = vars(self.options)
         if self.backend == "plain":
-            return attention_reference(q, k, v, mask=mask, **fields)
+            return attention_reference(*qkv, mask=mask, **self.options)
         if self.backend != "sdpa":
-            return flash_attention(q, k, v, mask=mask, backend=self.backend, **fields)
+            return flash_attention(*qkv, mask=mask, backend=self.backend, **self.options)
 
         # on CPUs alone: on a GPU torch's kernels return no lse
-        q, k, v = _by_head(q, k, v)
+        q, k, v = _by_head(*qkv)
         arguments = _mask_arguments(mask, q, k)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, **arguments, scale=self.options.scale
+            q, k, v, **arguments, scale=self.options["scale"]
         )
         addend = arguments["attn_mask"]
         if addend is not None:  # a row without a key here must not count when blocks are joined
@@ -161,12 +158,12 @@ class BlockAttention:
             dout, q, k, v, out = _by_head(dout, q, k, v, out)
             arguments = _mask_arguments(mask, q, k)
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout, q, k, v, out, lse, 0.0, **arguments, scale=self.options.scale
+                dout, q, k, v, out, lse, 0.0, **arguments, scale=self.options["scale"]
             )
             dq, dk, dv = (x.permute(2, 0, 1, 3) for x in gradients)
             return dq, dk, dv
         # Dropout masks are functions of positions: the backward pass draws them again.
-        given = dout, out, lse, q, k, v, mask, self.options
+        given = dout, out, lse, q, k, v, mask, Options(**self.options)
         if self.backend == "plain":
             return attention_reference_backward(*given)
         return flash_attention_backward(*given, backend=self.backend)
@@ -201,26 +198,24 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _attend(
-    block: BlockAttention,
-    q: Tensor,
-    steps: Iterable[tuple[AttentionStep, Tensor]],
-    found: tuple[Tensor, Tensor] | None = None,
+    block: BlockAttention, q: Tensor, steps: Iterable[tuple[AttentionStep, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), in fp32 where they are narrower, of the steps before, `found`, and of these, each
-    with its keys and values [2, t, b, g, d]. The first step is of all queries.
+    """(out in q's dtype, lse) of these steps, each with its keys and values [2, t, b, g, d]. The
+    first step is of all queries.
     """
+    # fp32 also in a bf16 run: the parts of all steps are added up in it
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = None, None
     for step, held in steps:
         at, (k, v) = step.queries, held
-        part, part_lse = block.forward(q[at], k[step.keys], v[step.keys], step.mask)
+        part, part_lse = block.forward(q[at], k[step.keys], v[step.keys], mask=step.mask)
         del held, k, v  # three blocks live at most: own, leaving, arriving
-        if found is None:
-            # fp32 also in a bf16 run: the parts of all steps are added up in it
-            found = part.to(torch.promote_types(q.dtype, torch.float32)), part_lse
+        if out is None:
+            out, lse = part.to(wide), part_lse
         else:
-            out, lse = found
             _join(out[at], lse[..., at], part, part_lse)
         del part, part_lse  # not held while the next block is computed
-    return found
+    return out.to(q.dtype), lse
 
 
 def _around_ring(
@@ -235,6 +230,18 @@ def _around_ring(
         yield step, held
         held = coming.wait()
     yield steps[-1], held
+
+
+def _gathered(
+    own: Tensor, steps: AttentionSteps, coming: Handle
+) -> Iterator[tuple[AttentionStep, Tensor]]:
+    """The steps with the keys and values of an all-gather that runs while the first, of the rank's
+    own block, is computed.
+    """
+    yield steps[0], own
+    blocks = coming.wait().unflatten(0, (-1, 2))  # [C, 2, s, b, g, d]
+    for step in steps[1:]:
+        yield step, blocks[step.of]
 
 
 def _step_gradients(
@@ -275,7 +282,6 @@ class RingAttention(torch.autograd.Function):
     ) -> Tensor:
         own = torch.stack((k, v))  # one message a hop
         out, lse = _attend(block, q, _around_ring(own, steps, axis))
-        out = out.to(q.dtype)
         ctx.save_for_backward(q, own, out, lse)  # other ranks' keys come round again
         ctx.others = steps, block, axis
         return out
@@ -314,14 +320,9 @@ class GatheredAttention(torch.autograd.Function):
         ctx, q: Tensor, k: Tensor, v: Tensor, steps: Any, block: BlockAttention, axis: Axis
     ) -> Tensor:
         own = torch.stack((k, v))
-        # the all-gather runs while the rank's own block is computed
         coming = start_all_gather(own, axis)
-        found = _attend(block, q, [(steps[0], own)])
-        blocks = coming.wait().unflatten(0, (axis.size, 2))  # [C, 2, s, b, g, d]
-        others = ((step, blocks[step.of]) for step in steps[1:])
-        out, lse = _attend(block, q, others, found)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, blocks, out, lse)
+        out, lse = _attend(block, q, _gathered(own, steps, coming))
+        ctx.save_for_backward(q, coming.wait().unflatten(0, (-1, 2)), out, lse)
         ctx.others = steps, block, axis
         return out
 

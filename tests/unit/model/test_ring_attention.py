@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.kernels.attention import attention_reference
-from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import attention_mask
 
 from megatron.distributed.groups import Layout, build_groups
@@ -58,7 +57,7 @@ def run(case: str, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, li
     steps = ring_steps(
         places, axis.rank, masked.get("window"), starts, by_positions="drop" in options
     )
-    block = BlockAttention(backend, Options(0.3, **options, sample_ids=SAMPLES))
+    block = BlockAttention(backend, {"scale": 0.3, "sample_ids": SAMPLES, **options})
     out = RingAttention.apply(q, k, v, steps, block, axis)
     out.backward(dout)
     return own, [out.detach(), q.grad, k.grad, v.grad]
@@ -115,9 +114,9 @@ def recorded() -> list[tuple[str, int]]:
     def computing(name):
         real = getattr(BlockAttention, name)
 
-        def computed(*args):
+        def computed(*args, **kwargs):
             events.append((f"computes {name}", alive()))
-            return real(*args)
+            return real(*args, **kwargs)
 
         return mock.patch.object(BlockAttention, name, computed)
 

@@ -57,8 +57,8 @@ def test_blocks_hold_every_parameter_once():
                 parameter = dict(gpt.named_parameters())[entry.name]
                 assert parameter.data_ptr() == entry.view(block.weight).data_ptr()
                 assert parameter.main_grad.data_ptr() == entry.view(block.grad).data_ptr()
-                decay = next(each for stop, each in block.layout.ranges if entry.start < stop)
-                assert (decay.weight_decay > 0) == (parameter.dim() > 1)
+                group = next(each for stop, each in block.layout.ranges if entry.start < stop)
+                assert group.decay == (parameter.dim() > 1)
     assert any("position" in name for name in names) and any("final_norm" in name for name in names)
 
 
@@ -94,7 +94,7 @@ def test_who_takes_the_decoupled_rate():
     for tied in (True, False):
         model = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=not tied)
         gpt, _ = build(model=model)
-        taking = [name for name, _, spec in gpt.declared() if spec.multipliers.decoupled_lr]
+        taking = [name for name, _, spec in gpt.declared() if spec.param_group.decoupled_lr]
         assert taking == ["embedding.word.weight"] + ([] if tied else ["head.weight"])
         assert "layers.0.position.weight" in dict(gpt.named_parameters())
 
