@@ -7,10 +7,10 @@ wrapped ones. A layer that recomputes nothing runs as it is written.
 
 Autograd saves what backward passes read. Of a wrapped method the context keeps the inputs, drops
 what is saved inside, and marks the results, so that a function that saves one of them keeps a
-`RecomputedTensor` instead. The first read of any of these runs the method again, once, and gives each
-reader its tensor, which goes with its last reader. Inputs may be results of another wrapped method,
-which then runs first. Same kernels on same inputs give the same bits, and dropout masks are
-functions of positions, so that gradients have the bits of those without recomputation.
+`RecomputedTensor` instead. The first read of any of these runs the method again, once, and gives
+each reader its tensor. Inputs may be results of another wrapped method, which then runs first. Same
+kernels on same inputs give the same bits, and dropout masks are functions of positions, so that
+gradients have the bits of those without recomputation.
 
 The same hooks find what a forward pass may send to the host (parallel/offload.py): within `parking`
 all that is kept is on a list, each tensor with the module that reads it in the forward pass.

@@ -19,8 +19,6 @@ CONVERSIONS = frozenset(
 # Functions that torch.compile never traces
 NEVER_TRACED = {
     "_WeightedActivation": "--torch-compile is refused with --num-experts",
-    "GatheredAttention": "--torch-compile is refused with context parallelism",
-    "RingAttention": "--torch-compile is refused with context parallelism",
     "_PutPiece": "--torch-compile is refused with --tiled-mlp",
     "_Gated": "compile_layers takes plain operations in its place",
     "_SquaredReLU": "compile_layers takes plain operations in its place",
