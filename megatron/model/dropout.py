@@ -22,6 +22,11 @@ class DropoutState:
     sample_ids: Tensor
     token_index: Tensor
 
+    def counters(self) -> list[Tensor]:
+        """(sample, position) of each row of a tensor [s, b, ...]: [s b] each."""
+        rows = torch.broadcast_tensors(self.sample_ids[None, :], self.token_index[:, None])
+        return [word.flatten() for word in rows]
+
 
 class _TritonDropout(torch.autograd.Function):
     """Dropout of x plus the residual, if there is one; keeps nothing of size s b h."""
@@ -71,11 +76,8 @@ class Dropout:
             return _TritonDropout.apply(x, None, state, self.key, self.probability)
         # The counter of an element holds its sample and its position in it: the same mask in every
         # layout and in a recomputation.
-        s, b, h = x.shape
-        # [s, b]
-        rows = torch.broadcast_tensors(state.sample_ids[None, :], state.token_index[:, None])
-        keep = philox.keep_mask(self.words, [word.flatten() for word in rows], h, self.probability)
-        return x * keep.view(s, b, h) * (1 / (1 - self.probability))
+        keep = philox.keep_mask(self.words, state.counters(), x.shape[2], self.probability)
+        return x * keep.view(x.shape) * (1 / (1 - self.probability))
 
     def add(self, x: Tensor, residual: Tensor, state: DropoutState | None) -> Tensor:
         """residual + hidden(x)."""

@@ -25,12 +25,12 @@ def fill_initial(box: Box, local: Tensor, seed: int, backend: str = "torch") -> 
     by_kernel = backend == "triton" and lang.unsupported_reason(local.device, torch.float32) is None
     # The counter is the element's place in the logical tensor: any box of any layout draws the same
     # values.
-    rows = box.extent[0] // box.groups
-    for group in range(box.groups):
-        part = torch.empty(target.shape[1:], dtype=torch.float32, device=local.device)
-        corner = box.offset[0] + group * rows, box.offset[1]
+    row, column = box.offset
+    for rows in target:
+        drawn = torch.empty(rows.shape, dtype=torch.float32, device=local.device)
         if by_kernel:
-            normal_(part, *key, *corner, init.std)
+            normal_(drawn, *key, row, column, init.std)
         else:
-            philox.normal(part, key, *corner, init.std)
-        target[group].copy_(part)
+            philox.normal(drawn, key, row, column, init.std)
+        rows.copy_(drawn)
+        row += len(rows)

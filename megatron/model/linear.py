@@ -339,9 +339,7 @@ class _RowLinear(torch.autograd.Function):
             y = all_reduce(gemm(x, weight), tp.axis)
         elif _cuts(tp, x, weight, weight.shape[0] // 2):
             # the first half of the outputs is summed alongside the GEMM of the second
-            halves = []
-            for half in weight.chunk(2):
-                halves.append(start_reduce_scatter(F.linear(x, half), tp.axis))
+            halves = [start_reduce_scatter(F.linear(x, half), tp.axis) for half in weight.chunk(2)]
             y = torch.cat([half.wait() for half in halves], dim=-1)
         else:
             y = reduce_scatter(gemm(x, weight), tp.axis)

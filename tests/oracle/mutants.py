@@ -140,7 +140,7 @@ what should be dropped is kept | gpt-dropout
     round(drop * 2**32) => round((1 - drop) * 2**32)
 = megatron/model/experts/router.py Router._jitter
 one jitter for all samples | moe-bias-groups
-    state.sample_ids[None, :] => state.sample_ids[None, :] * 0
+    state.counters() => [state.counters()[0] * 0, state.counters()[1]]
 a jitter off centre | moe-bias-groups
     noise.mul_(2 * eps).add_(1 - eps) => noise.mul_(2 * eps).add_(1)
 = megatron/model/experts/router.py Router.losses

@@ -26,7 +26,6 @@ rank, d head dim.
 
 from __future__ import annotations
 
-import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -99,36 +98,28 @@ def _shares(work: np.ndarray, size: int) -> np.ndarray:
     come first, each to the rank with the least work so far; then the ranks with the most and the
     least exchange blocks while that brings them closer.
     """
-    count = len(work) // size
-    taken: list[list[int]] = [[] for _ in range(size)]
-    loads = [(0, rank) for rank in range(size)]
     # longest processing time first (Graham 1969)
-    for index in np.argsort(-work, kind="stable").tolist():
-        load, rank = heapq.heappop(loads)
-        taken[rank].append(index)
-        if len(taken[rank]) < count:
-            heapq.heappush(loads, (load + int(work[index]), rank))
+    taken: list[list[int]] = [[] for _ in range(size)]
+    loads = np.zeros(size)
+    for block in np.argsort(-work, kind="stable"):
+        rank = loads.argmin()
+        taken[rank].append(block)
+        is_full = len(taken[rank]) == len(work) // size
+        loads[rank] = np.inf if is_full else loads[rank] + work[block]
     shares = np.array(taken)
+
     for _ in range(EXCHANGES * size):
-        if not _exchange(shares, work):
+        totals = work[shares].sum(1)
+        most, least = shares[totals.argmax()], shares[totals.argmin()]
+        # The best exchange moves half of the gap.
+        gap = totals.max() - totals.min()
+        moved = work[most][:, None] - work[least]
+        one, other = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
+        is_even = totals.max() <= EVEN * totals.mean()
+        if is_even or not 0 < moved[one, other] < gap:
             break
+        most[one], least[other] = least[other], most[one]
     return shares
-
-
-def _exchange(shares: np.ndarray, work: np.ndarray) -> bool:
-    """Exchange blocks of the ranks with most and least work; False if that cannot help."""
-    totals = work[shares].sum(1)
-    most, least = shares[totals.argmax()], shares[totals.argmin()]
-    if totals.max() <= EVEN * totals.mean():
-        return False
-    # The best exchange moves half of the gap.
-    gap = totals.max() - totals.min()
-    moved = work[most][:, None] - work[least][None, :]
-    one, other = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
-    if not 0 < moved[one, other] < gap:
-        return False
-    most[one], least[other] = least[other], most[one]
-    return True
 
 
 def _gather(x: Tensor, places: Places, axis: Axis) -> Tensor:

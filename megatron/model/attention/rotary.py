@@ -82,7 +82,7 @@ class RotaryTables:
             self.frequencies[positions.device] = frequency.to(positions.device), scale
         frequency, scale = self.frequencies[positions.device]
         # [s, b, 1, r / 2] in fp64: an fp32 angle of 100,000 rad is off by up to 0.004.
-        angle = positions.unsqueeze(-1).unsqueeze(-1).double() * frequency
+        angle = positions[..., None, None].double() * frequency
         cos, sin = (angle.cos() * scale).to(self.wide), (angle.sin() * scale).to(self.wide)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

@@ -146,10 +146,9 @@ class Router(nn.Module):
     def _jitter(self, x: Tensor, state: DropoutState) -> Tensor:
         """[s, b, h] of 1 - eps to 1 + eps, a function of seed, layer, sample and position."""
         eps = self.config.moe_input_jitter_eps
-        rows = torch.broadcast_tensors(state.sample_ids[None, :], state.token_index[:, None])
         # uniform in [0, 1), then scaled to [1 - eps, 1 + eps)
         noise = torch.empty(x.shape[0] * x.shape[1], x.shape[2], device=x.device)
-        philox.uniform(noise, self.key, [word.flatten() for word in rows])
+        philox.uniform(noise, self.key, state.counters())
         return noise.mul_(2 * eps).add_(1 - eps).view(x.shape).to(x.dtype)
 
     @torch.no_grad()
