@@ -185,10 +185,8 @@ class DeepSpeedFile:
             if style is None:
                 raise UserError(f"not a schedule here; {INSTEAD}")
             return self._settle("lr_decay_style", style)
-        if style is None:
-            return "has no effect without a type of schedule"
-        if field is None:
-            return "has no equal here, and none is needed"
+        if style is None or field is None:
+            return ""
         if type(value) not in (int, float):
             raise UserError("expected a number")
         if key.endswith("_ratio"):

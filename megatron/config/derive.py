@@ -15,9 +15,8 @@ from megatron.config.errors import UserError, shortened
 from megatron.config.groups import DECAYING, GROUPS, WARMUP, Config, DistributedConfig
 from megatron.config.metadata import flag_name
 from megatron.config.model import FORMER_ROPE, GATED, yarn_scale
-from megatron.config.options import FIELDS
-from megatron.config.recompute import FULL
-from megatron.config.stages import AUTO, virtual_stages
+from megatron.config.options import FIELDS, read_table
+from megatron.config.stages import virtual_stages
 
 GATED_WIDTH = "8/3 x hidden-size rounded down to a multiple of 64"
 
@@ -92,16 +91,6 @@ TEXTS = {
     "world>1": "several ranks",
     "zero_stage>0": "--zero-stage above 0 over several ranks",  # off on one rank
 }
-
-
-@functools.cache
-def rows(table: str) -> dict[str, str]:
-    """Conditions -> text of a table. A row is `CONDITIONS: TEXT`, which indented lines continue;
-    # begins a comment.
-    """
-    without_comments = re.sub(r"(?m)^#.*\n", "", table.strip())
-    lines = (" ".join(row.split()) for row in re.split(r"\n(?! )", without_comments))
-    return {conditions: text for conditions, _, text in (row.partition(": ") for row in lines)}
 
 
 @functools.cache
@@ -202,10 +191,15 @@ class RunView:
         return self.num_query_groups == self.num_attention_heads
 
     @property
-    def has_whole_layers(self) -> bool:
-        """Whether some layer is recomputed whole."""
-        words = re.split("[* ]", " ".join(self.recompute_layers or ()))
-        return self.recompute_granularity == "full" or FULL in words
+    def layer_parts(self) -> tuple[str, ...]:
+        """Words of --recompute-layers."""
+        return tuple(re.split("[+* ]", " ".join(self.recompute_layers or ())))
+
+    @property
+    def rescales_scores(self) -> bool:
+        """Whether Megatron-LM's latent attention scales scores by YaRN's factor, as with rope."""
+        factor = self.rope_scaling_factor
+        return factor is not None and yarn_scale(factor, self.mscale_all_dim) != 1
 
     @property
     def tp_fits(self) -> bool:
@@ -219,6 +213,18 @@ class RunView:
         if not self.has("micro_batch_size", "global_batch_size") or not self.dp:
             return None
         return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @property
+    def batch_unit(self) -> int:
+        """Samples of a micro-batch on all data-parallel ranks."""
+        return (self.micro_batch_size or 1) * (self.dp or 1)
+
+    @property
+    def positions(self) -> int | None:
+        """Positions of a sample that a rank holds between the layers."""
+        if self.seq_length is None:
+            return None
+        return self.seq_length // self.cp // (self.tp if self.sequence_parallel else 1)
 
     def spell_out(self, text: str) -> str:
         """A text with each `@field` as the flag with its value."""
@@ -248,12 +254,6 @@ class RunView:
 _YARN = (*FORMER_ROPE, "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim")
 
 
-def rescales_scores(run: RunView) -> bool:
-    """Whether latent attention in Megatron-LM scales scores by YaRN's factor, also with rope."""
-    factor = run.rope_scaling_factor
-    return factor is not None and yarn_scale(factor, run.mscale_all_dim) != 1
-
-
 def _position_type(run: RunView) -> None:
     """Latent attention takes YaRN unless --rope-type rope, as in Megatron-LM. YaRN that changes
     nothing stays rope. Afterwards position_embedding_type alone holds the answer.
@@ -261,7 +261,7 @@ def _position_type(run: RunView) -> None:
     kind = run.position_embedding_type
     if not run.multi_latent_attention or kind == "learned_absolute":
         return
-    if run.rope_type == "rope" and (kind == "yarn" or rescales_scores(run)):
+    if run.rope_type == "rope" and (kind == "yarn" or run.rescales_scores):
         return  # a fault
     changed = [] if run.use_rope_scaling else list(filter(run.holds, _YARN))
     wanted = "rope"
@@ -365,7 +365,7 @@ def _model(run: RunView) -> None:
 
 
 def _table(run: RunView) -> None:
-    for conditions, text in rows(DERIVED_VALUES).items():
+    for conditions, text in read_table(DERIVED_VALUES).items():
         if run.holds_all(conditions):
             assigned, _, reason = text.partition("; ")
             field, value = assigned.rstrip(";").split(" = ")
@@ -395,24 +395,12 @@ def _batches(run: RunView) -> None:
 
 
 def _pipeline(run: RunView) -> None:
-    field, given = "num_virtual_stages_per_pipeline_rank", run.num_virtual_stages_per_pipeline_rank
-    if run.pp <= 1:
-        return
-    virtual = virtual_stages(run.config)
-    if virtual is None:  # a fault
-        return
-    if given is None:
-        sources = (
-            "pipeline_model_parallel_layout",
-            "num_layers_per_virtual_pipeline_stage",
-            "pipeline_schedule",
-        )
-        values = {source: getattr(run, source) for source in sources}
-        shown = [spelled(*each) for each in values.items() if each[1] not in (None, AUTO)]
-        source = shown[0] if shown else "1f1b"
-        run.fill(field, virtual, f"stages on each pipeline rank of {source}")
-    schedule = "1f1b" if virtual == 1 else "interleaved"
-    run.default("pipeline_schedule", schedule, f"{virtual} stage(s) on each pipeline rank")
+    virtual = virtual_stages(run.config) if run.pp > 1 else None
+    if virtual is not None:  # None with several ranks: a fault
+        reason = "stages on each pipeline rank, by the layout or the schedule"
+        run.default("num_virtual_stages_per_pipeline_rank", virtual, reason)
+        schedule = "1f1b" if virtual == 1 else "interleaved"
+        run.default("pipeline_schedule", schedule, f"{virtual} stage(s) on each pipeline rank")
 
 
 def _sharding(run: RunView) -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 import re
 import textwrap
 
-from megatron.config.derive import rows
 from megatron.config.errors import ArgumentErrors, UserError, did_you_mean
 from megatron.config.groups import GROUPS
-from megatron.config.options import FIELDS, Option, key, options_by_flag
+from megatron.config.options import FIELDS, Option, key, options_by_flag, read_table
 
-COMMANDS = rows("""
+COMMANDS = read_table("""
 --config: Read settings from this JSON or YAML file (as --print-config writes it); flags on the
     command line win.
 --deepspeed_config: Compare this DeepSpeed JSON file with the flags: what it equals is noted, what
@@ -21,7 +20,7 @@ COMMANDS = rows("""
 --dry-run: Check everything (files, tokenizer, batch arithmetic, memory) and exit without training.
 """)
 TAKES_FILE = ("--config", "--deepspeed-config")
-HELP = rows("""
+HELP = read_table("""
 --help: Print the groups; --help GROUP the flags of one, --help all every flag.
 --help-search: Print the flags whose name or description contains this word.
 --completion: Print a script that completes flags: source <(python pretrain_gpt.py --completion

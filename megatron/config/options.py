@@ -38,6 +38,14 @@ def shown(flag: str, words: Words) -> str:
     return shortened(" ".join([flag, *(word or "''" for word in words)]), 80)
 
 
+@functools.cache
+def read_table(table: str) -> dict[str, str]:
+    """The rows `KEY: TEXT` of a table, which indented lines continue; # begins a comment."""
+    without_comments = re.sub(r"(?m)^#.*\n", "", table.strip())
+    lines = (" ".join(row.split()) for row in re.split(r"\n(?! )", without_comments))
+    return {conditions: text for conditions, _, text in (row.partition(": ") for row in lines)}
+
+
 @dataclass(frozen=True)
 class Option:
     """One field as a flag: `names` set it (messages have the first), `off` set a boolean False."""

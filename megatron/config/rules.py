@@ -11,11 +11,11 @@ import operator
 import re
 from collections.abc import Callable, Iterable
 
-from megatron.config.derive import GATED_WIDTH, RunView, condition_text, rows
+from megatron.config.derive import GATED_WIDTH, RunView, condition_text
 from megatron.config.errors import nearest
 from megatron.config.groups import CHANGING, DECAYING, GPT2_BPE, MODEL_FILE
 from megatron.config.model import YARN
-from megatron.config.options import FIELDS
+from megatron.config.options import FIELDS, read_table
 from megatron.config.schedules import IN_PAIRS, SCHEDULES
 
 Faults = Iterable[str]
@@ -122,6 +122,9 @@ save_retain_interval save save_interval=None:
 # positions
 multi_latent_attention rope_type=rope {YARN}:
     --rope-type rope: contradicts --position-embedding-type yarn; remove one
+multi_latent_attention rope_type=rope position_embedding_type!=yarn rescales_scores=True:
+    --rope-type rope with @rope_scaling_factor and @mscale_all_dim: scaled attention scores are not
+    supported with plain rotary positions; set --mscale-all-dim 0, or remove --rope-type rope
 multi_latent_attention=False rope_type=yarn position_embedding_type!=yarn:
     @rope_type: is a setting of --multi-latent-attention; use --position-embedding-type yarn
 # experts
@@ -137,13 +140,24 @@ num_experts overlap_moe_expert_parallel_comm micro_batches=1:
 num_experts activation_offload offload_modules=mlp_fc1,mlp_act,mlp_fc2:
     @offload_modules: activations of experts (mlp_fc1, mlp_act, mlp_fc2) are not offloaded; drop
     these, or recompute them with --recompute-modules moe_act
+# recomputation
+recompute_modules=moe|layer_parts=moe num_experts=None:
+    --recompute-modules (or --recompute-layers): moe is a part of --num-experts, which is not set;
+    give mlp
+recompute_modules=moe_act|layer_parts=moe_act num_experts=None:
+    --recompute-modules (or --recompute-layers): moe_act is a part of --num-experts, which is not
+    set; give mlp_act
+recompute_modules=mla_up_proj|layer_parts=mla_up_proj multi_latent_attention=False:
+    --recompute-modules (or --recompute-layers): mla_up_proj is a part of
+    --multi-latent-attention, which is not set; give qkv
 # activations on the host
 activation_offload torch_compile recompute_granularity!=full|recompute_method=block:
     --activation-offload: is not supported with --torch-compile, which fixes what a layer keeps;
     drop one, or set --recompute-granularity full
 activation_offload offload_modules=attn_proj offload_modules!=core_attn:
     @offload_modules: core attention keeps attn_proj's input too; add core_attn
-activation_offload offload_modules=layer_input recompute=None has_whole_layers=False:
+activation_offload offload_modules=layer_input recompute=None recompute_granularity!=full
+    layer_parts!=full:
     @offload_modules: layer_input needs recomputed layers; set --recompute-granularity full
 activation_offload offload_modules offload_modules!=layer_input recompute_granularity=full
     recompute_method!=block:
@@ -164,8 +178,8 @@ activation=gelu:
 save=None skip_train=False: --save is not set: no checkpoints or metrics will be written
 """
 
-# Two numbers, how they must be to each other, and after `if` where: a multiple or a divisor is a
-# size that shares out the other.
+# Two numbers, how they must be to each other, after `if` where, and another fix: a multiple or a
+# divisor is a size that shares out the other.
 RELATIONS = f"""
 max_position_embeddings >= seq_length
 rope_high_freq_factor > rope_low_freq_factor if use_rope_scaling
@@ -186,18 +200,32 @@ seq_length multiple tensor_model_parallel_size if sequence_parallel
 moe_ffn_hidden_size multiple expert_tensor_parallel_size
 moe_shared_expert_intermediate_size multiple tensor_model_parallel_size if tp_fits=True
 save_retain_interval multiple save_interval if save
+hidden_size multiple num_attention_heads if kv_channels=None: or give --kv-channels
+padded_vocab_size >= vocabulary
+global_batch_size multiple batch_unit if micro_batches!=None
+# without files --vocab-size is that of the tokenizer
+vocab_size >= vocabulary if tokenizer_type!=None,NullTokenizer
 num_query_groups divisor num_attention_heads
 expert_model_parallel_size divisor num_experts
 moe_router_num_groups divisor num_experts
 moe_router_group_topk divisor moe_router_topk
+zero_shard_size divisor replicas if zero_stage>0
+tiled_mlp divisor positions if tp_fits=True tiled_mlp>1
 """
+# What messages call numbers that are no flags.
+NUMBERS = {
+    "batch_unit": "@micro_batch_size x {run.dp} data-parallel rank(s) = {}",
+    "vocabulary": "the {} tokens of the tokenizer",
+    "replicas": "the {} data- x context-parallel rank(s)",
+    "positions": "the {} positions of the sequence that a rank holds",
+}
 COMPARISONS = {">": (operator.gt, "greater than"), ">=": (operator.ge, "at least")}
 
 
-def nearest_divisor(number: int, size: int, least: int = 1) -> int:
-    """The divisor of a number, of at least `least`, that is nearest to `size`."""
-    sizes = (*range(least, min(number, 4096) + 1), size, number)
-    fitting = (other for other in sizes if other >= least and number % other == 0)
+def nearest_divisor(number: int, size: int) -> int:
+    """The divisor of a number, above 1 where there is one, that is nearest to `size`."""
+    sizes = (*range(2, min(number, 4096) + 1), size, number)
+    fitting = (other for other in sizes if number % other == 0)
     return min(fitting, key=lambda other: abs(other - size))
 
 
@@ -209,14 +237,6 @@ def multiple(run: RunView, field: str, unit: int, what: str) -> Faults:
         yield f"@{field}: must be a multiple of {what}; the nearest is {near}"
 
 
-def divisor(run: RunView, field: str, number: int, what: str, least: int = 1) -> Faults:
-    """The fault of a size that does not divide `number`, which is `what`."""
-    size = getattr(run, field)
-    if number % size:
-        near = nearest_divisor(number, size, least)
-        yield f"@{field}: must divide {what}; the nearest that fits is {near}"
-
-
 def field_of(condition: str) -> str:
     """The first field that a condition is about."""
     return re.split("[!=>|]", condition)[0]
@@ -224,7 +244,7 @@ def field_of(condition: str) -> str:
 
 def _is_valid(run: RunView, field: str) -> bool:
     """Whether a field has a value within its bound."""
-    value, bound = getattr(run, field), FIELDS[field].bound
+    value, bound = getattr(run, field), FIELDS[field].bound if field in FIELDS else None
     return value is not None and (bound is None or bound.holds(value))
 
 
@@ -256,10 +276,10 @@ def fields_without_effect(run: RunView) -> tuple[list[str], list[str]]:
 
 def tables(run: RunView) -> Faults:
     yield from fields_without_effect(run)[0]
-    for conditions, text in rows(FAULTS).items():
+    for conditions, text in read_table(FAULTS).items():
         if run.holds_all(conditions):
             yield text
-    for settings, text in rows(EXCLUSIONS).items():
+    for settings, text in read_table(EXCLUSIONS).items():
         ones, others = settings.split(" / ")
         reason, fix = "", text
         if text.startswith("wh"):
@@ -268,26 +288,29 @@ def tables(run: RunView) -> Faults:
             for other in filter(run.holds, others.split()):
                 pair = f"@{field_of(one)}: is not supported with @{field_of(other)}"
                 yield f"{pair}{reason}; {fix or 'remove one of them'}"
-    for line in RELATIONS.strip().splitlines():
-        numbers, _, conditions = line.partition(" if ")
+    for relation, fix in read_table(RELATIONS).items():
+        numbers, _, conditions = relation.partition(" if ")
         if run.holds_all(conditions):
-            yield from _relation(run, *numbers.split())
+            for fault in _relation(run, *numbers.split()):
+                yield f"{fault}, {fix}" if fix else fault
 
 
 def _relation(run: RunView, field: str, relation: str, other: str) -> Faults:
-    limit = getattr(run, other)
+    size, limit = getattr(run, field), getattr(run, other)
+    what = f"@{other}" if other in FIELDS else NUMBERS[other].format(limit, run=run)
     if relation in COMPARISONS:
         holds, text = COMPARISONS[relation]
-        are_valid = _is_valid(run, field) and _is_valid(run, other)
-        if are_valid and not holds(getattr(run, field), limit):
-            yield f"@{field}: must be {text} @{other}"
-    elif run.has(field, other):
-        check = multiple if relation == "multiple" else divisor
-        yield from check(run, field, limit, f"@{other}")
+        if _is_valid(run, field) and _is_valid(run, other) and not holds(size, limit):
+            yield f"@{field}: must be {text} {what}"
+    elif relation == "multiple" and run.has(field, other):
+        yield from multiple(run, field, limit, what)
+    elif run.has(field, other) and limit % size:
+        near = nearest_divisor(limit, size)
+        yield f"@{field}: must divide {what}; the nearest that fits is {near}"
 
 
 def remarks(run: RunView) -> Faults:
     yield from fields_without_effect(run)[1]
-    for conditions, text in rows(REMARKS).items():
+    for conditions, text in read_table(REMARKS).items():
         if run.holds_all(conditions):
             yield text

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,6 @@ from megatron.config.derive import (
     attention_ranks,
     derived,
     expert_ranks,
-    rescales_scores,
 )
 from megatron.config.errors import ArgumentErrors, UserError, about, collected, nearest
 from megatron.config.foreign_checkpoint import foreign_checkpoint
@@ -34,7 +32,7 @@ from megatron.config.layers import MOST_LAYERS, rotary_layers, windowed_layers
 from megatron.config.metadata import flag_name
 from megatron.config.model import ROTARY, ModelConfig
 from megatron.config.recompute import layer_words
-from megatron.config.rules import Faults, Rule, divisor, multiple, ranges, remarks, tables
+from megatron.config.rules import NUMBERS, Faults, Rule, multiple, ranges, remarks, tables
 from megatron.config.schedules import SCHEDULES, planned_micro_batches
 from megatron.config.stages import (
     AUTO,
@@ -146,12 +144,6 @@ def _context_parallel(run: RunView) -> Faults:
         )
 
 
-@rule("zero_shard_size>0 zero_stage>0 dp>0")
-def _zero_groups(run: RunView) -> Faults:
-    ranks = f"the {run.replicas} data- x context-parallel rank(s)"
-    yield from divisor(run, "zero_shard_size", run.replicas, ranks, 2)
-
-
 _LAYOUT = "pipeline_model_parallel_layout"
 _PER_VIRTUAL = "num_layers_per_virtual_pipeline_stage"
 _VIRTUAL = "num_virtual_stages_per_pipeline_rank"
@@ -207,12 +199,6 @@ def _bubble(run: RunView) -> Faults:
 # ---------------------------------------------------------------- the model
 
 
-@rule("kv_channels=None hidden_size>0 num_attention_heads>0")
-def _head_width(run: RunView) -> Faults:
-    for fault in multiple(run, "hidden_size", run.num_attention_heads, "@num_attention_heads"):
-        yield f"{fault}, or give --kv-channels"
-
-
 @rule(f"{ROTARY} multi_latent_attention=False kv_channels>0 rotary_percent>0")
 def _rotary_channels(run: RunView) -> Faults:
     channels = int(run.kv_channels * run.rotary_percent)
@@ -228,13 +214,6 @@ def _latent_attention(run: RunView) -> Faults:
         yield f"@qk_pos_emb_head_dim: channels rotate in pairs; give {rotating + 1}"
     if run.v_head_dim > keys:
         yield f"@v_head_dim: must be at most {keys}, the channels of a key"
-    is_rope = run.rope_type == "rope" and run.position_embedding_type != "yarn"
-    if is_rope and rescales_scores(run):
-        yield (
-            "--rope-type rope with @rope_scaling_factor and @mscale_all_dim: scaled attention "
-            "scores are not supported with plain rotary positions; set --mscale-all-dim 0, or "
-            "remove --rope-type rope"
-        )
 
 
 # Flags that choose which layers are of a kind, each with what reads it.
@@ -295,22 +274,8 @@ def _experts(run: RunView) -> Faults:
             )
 
 
-# Words of recomputation: the flag whose part they are, and what to give without it.
-PARTS = (
-    ("moe", "num_experts", "mlp"),
-    ("moe_act", "num_experts", "mlp_act"),
-    ("mla_up_proj", "multi_latent_attention", "qkv"),
-)
-
-
 @rule("")
 def _recompute(run: RunView) -> Faults:
-    for field in ("recompute_modules", "recompute_layers"):
-        given = re.split(r"[+* ]", " ".join(getattr(run, field) or ()))
-        for word, owner, other in PARTS:
-            if word in given and not run.has(owner):
-                text = f"{word} is a part of {flag_name(owner)}, which is not set; give {other}"
-                yield f"@{field}: {text}"
     sizes = run.has("micro_batch_size", "seq_length", "hidden_size")
     if run.distribute_saved_activations and run.tp > 1 and sizes:
         elements = run.micro_batch_size * run.seq_length * run.hidden_size // run.cp
@@ -324,16 +289,6 @@ def _recompute(run: RunView) -> Faults:
             count = len(layer_words(run.recompute_layers))
         if run.has("num_layers") and count != run.num_layers:
             yield f"@recompute_layers: covers {count} layers, not @num_layers"
-
-
-@rule("tiled_mlp>1 seq_length>0")
-def _tiled_mlp(run: RunView) -> Faults:
-    """Pieces of the sequence must be equal: ranks communicate in each, and 8-bit floats share
-    scales in blocks of tokens.
-    """
-    length = run.seq_length // run.cp // (run.tp if run.sequence_parallel else 1)
-    what = f"the {length} positions of the sequence that a rank holds"
-    yield from divisor(run, "tiled_mlp", length, what)
 
 
 @rule(
@@ -431,48 +386,33 @@ def absent_tokenizer(flag: str, path: str) -> str:
     )
 
 
-@rule("")
+@rule("tokenizer_type!=None,NullTokenizer")
 def _tokenizer(run: RunView) -> Faults:
-    kind = run.tokenizer_type
-    has_files = kind not in (None, "NullTokenizer")
-    if has_files:
-        is_bpe = kind == "GPT2BPETokenizer"
-        for field in ("vocab_file", "merge_file") if is_bpe else ("tokenizer_model",):
-            path = getattr(run, field)
-            if path is not None and not os.path.exists(path):
-                yield f"@{field}: {absent_tokenizer(flag_name(field), path)}"
-    # without files --vocab-size is that of the tokenizer
-    for field in ("padded_vocab_size", "vocab_size") if has_files else ("padded_vocab_size",):
-        rows = getattr(run, field)
-        if None not in (run.vocabulary, rows) and rows < run.vocabulary:
-            yield f"@{field}: the tokenizer has {run.vocabulary} tokens; give that or more"
+    is_bpe = run.tokenizer_type == "GPT2BPETokenizer"
+    for field in run.given("vocab_file", "merge_file") if is_bpe else run.given("tokenizer_model"):
+        path = getattr(run, field)
+        if not os.path.exists(path):
+            yield f"@{field}: {absent_tokenizer(flag_name(field), path)}"
 
 
 # ---------------------------------------------------------------- batches and lengths
 
 
-def _unit(run: RunView) -> tuple[int, str]:
-    """Samples of a micro-batch on all data-parallel ranks, and how they come about."""
-    unit = (run.micro_batch_size or 1) * (run.dp or 1)
-    text = f"--micro-batch-size {run.micro_batch_size} x {run.dp} data-parallel rank(s) = {unit}"
-    return unit, text
+def _unit(run: RunView) -> str:
+    return NUMBERS["batch_unit"].format(run.batch_unit, run=run)
 
 
-@rule("micro_batches!=None")
-def _batch(run: RunView) -> Faults:
-    unit, unit_text = _unit(run)
-    yield from multiple(run, "global_batch_size", unit, unit_text)
-    ramp_up = run.rampup_batch_size
-    if ramp_up is None:
-        return
+@rule("rampup_batch_size!=None micro_batches!=None")
+def _ramp_up(run: RunView) -> Faults:
+    ramp_up, unit = run.rampup_batch_size, run.batch_unit
     start, increment, samples = ramp_up if len(ramp_up) == 3 else (0, 0, 0)
     growth = run.global_batch_size - start
     is_whole = min(start, increment, samples, growth) > 0
     if not is_whole or start % unit or increment % unit or growth % increment:
         yield (
             "@rampup_batch_size: must be three numbers above 0: start increment samples; start and "
-            f"increment must be multiples of {unit_text}, and @global_batch_size must be the start "
-            "plus a number of increments"
+            f"increment must be multiples of {_unit(run)}, and @global_batch_size must be the "
+            "start plus a number of increments"
         )
 
 
@@ -480,10 +420,9 @@ def _batch(run: RunView) -> Faults:
 def _batch_schedule(run: RunView) -> Faults:
     with about("@step_batch_size_schedule"):
         steps = batch_steps(run.config.training, run.seq_length)
-    unit, unit_text = _unit(run)
-    for size in dict.fromkeys(size for _, size in steps if size % unit):
-        near = nearest(size, unit)
-        fault = f"{size} must be a multiple of {unit_text}; the nearest is {near}"
+    for size in dict.fromkeys(size for _, size in steps if size % run.batch_unit):
+        near = nearest(size, run.batch_unit)
+        fault = f"{size} must be a multiple of {_unit(run)}; the nearest is {near}"
         yield f"@step_batch_size_schedule: {fault}"
     last = steps[-1][1]
     if run.global_batch_size != last:

@@ -14,9 +14,9 @@ from config_lines import check_fields, configure, faults, ranked, resolved
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.derive import RunView, rows
+from megatron.config.derive import RunView
 from megatron.config.groups import Config
-from megatron.config.options import FIELDS
+from megatron.config.options import FIELDS, read_table
 from megatron.config.rules import EXCLUSIONS, field_of, ranges, tables
 from megatron.config.validate import cross_field_faults, resolve
 
@@ -68,9 +68,9 @@ RULES = """
 --tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model Qwen/Qwen3-8B
     run `hf download Qwen/Qwen3-8B tokenizer.json
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model
-    --vocab-size 100: the tokenizer has 101 tokens
+    --vocab-size 100: must be at least the 101 tokens of the tokenizer
 --padded-vocab-size 100
-    --padded-vocab-size 100: the tokenizer has 101 tokens; give that or more
+    --padded-vocab-size 100: must be at least the 101 tokens of the tokenizer
 
 # batch, length and learning rate
 --global-batch-size 15
@@ -198,7 +198,7 @@ RULES = """
 2 --num-experts 1 --expert-model-parallel-size 2
     --expert-model-parallel-size 2: has no effect without --num-experts
 --recompute-granularity selective --recompute-modules moe
-    --recompute-modules moe: moe is a part of --num-experts, which is not set; give mlp
+    moe is a part of --num-experts, which is not set; give mlp
 
 # latent attention
 @latent --rope-type rope --position-embedding-type yarn
@@ -432,7 +432,7 @@ def test_each_exclusion_of_the_table_is_a_fault():
                 return changed
         raise AssertionError(rule)
 
-    for settings, text in rows(EXCLUSIONS).items():
+    for settings, text in read_table(EXCLUSIONS).items():
         for one, other in itertools.product(*map(str.split, settings.split(" / "))):
             run = RunView(counting(counting(configure(), one), other), 1, 101)
             shown = (f"@{field_of(each)}" for each in (one, other))
