@@ -169,7 +169,7 @@ class IndexedDataset:
         return self.offsets[at] + self.lengths[at].astype(np.int64) * self.dtype.itemsize
 
     def _check_sequences(self, at: np.ndarray) -> None:
-        """Check that each of the sequences `at` begins where the one before it ends, or at 0."""
+        """Check that the sequences `at` lie back to back from 0 on, and have no negative length."""
         ends = np.where(at == 0, 0, self._ends(np.maximum(at - 1, 0)))
         begins = self.offsets[at]
         for k in np.flatnonzero(begins != ends)[:1]:
@@ -179,6 +179,10 @@ class IndexedDataset:
                 f"begins at byte {begins[k]} of .bin, the one before it ends at {ends[k]}: "
                 f"sequences must lie back to back; {REMAKE}"
             )
+        lengths = self.lengths[at]
+        for k in np.flatnonzero(lengths < 0)[:1]:
+            where = f"{self.idx_path}, byte {HEADER.size + 4 * at[k]}"
+            raise DataError(f"{where}: sequence {at[k]} has {lengths[k]} tokens; {REMAKE}")
 
     def _check_documents(self, at: np.ndarray) -> None:
         """Check the document entries `at`: they ascend from 0 to the number of sequences."""

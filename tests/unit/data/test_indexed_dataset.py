@@ -156,6 +156,14 @@ DAMAGE = {
     ),
     "counts": (lambda p: change(p, "idx", 18, b"\xff" * 8), r"x\.idx, byte 18"),
     "length": (lambda p: change(p, "idx", 38, b"\xff" * 4), r"62: sequence 2 begins at byte 10"),
+    "negative length": (
+        # offsets and the size of .bin agree
+        lambda p: [
+            change(p, "idx", at, raw)
+            for at, raw in ((38, b"\xff" * 4), (42, b"\x08"), (62, b"\x04"))
+        ],
+        r"byte 38: sequence 1 has -1 tokens",
+    ),
     "offset": (lambda p: change(p, "idx", 54, b"\x08"), r"byte 54: sequence 1 begins at byte 8"),
     "documents": (
         lambda p: change(p, "idx", 78, b"\x09"),
