@@ -68,7 +68,7 @@ from megatron.tools._convert.megatron_deepspeed import (
     megatron_arguments,
     tensor_parallel_size,
 )  # noqa: E402
-from megatron.tools._convert.megatron_lm import map_tensors, our_parameter
+from megatron.tools._convert.megatron_lm import embedding_rows, map_tensors
 from megatron.tools._convert.models import Pair, check_shapes, first_rows
 from megatron.tools._convert.mp_ranks import MpRanks  # noqa: E402
 from megatron.tools._convert.pickles import read_torch_file  # noqa: E402
@@ -129,15 +129,12 @@ def export(
             raise UserError(f"--load {load}: no checkpoint there")
         config = config_of(checkpoint.state)
         described, rules = to_huggingface(config.model, checkpoint.state["vocab_size"], kind=kind)
-    if dtype is None:
-        stored = TORCH_DTYPES[checkpoint.tensors["embedding.word.weight"].dtype]
-        dtype = (
-            torch.bfloat16
-            if config.precision.bf16
-            else torch.float16
-            if config.precision.fp16
-            else stored
-        )
+    if dtype is None and config.precision.bf16:
+        dtype = torch.bfloat16
+    elif dtype is None and config.precision.fp16:
+        dtype = torch.float16
+    elif dtype is None:
+        dtype = TORCH_DTYPES[checkpoint.tensors["embedding.word.weight"].dtype]
     described |= {"torch_dtype": str(dtype).removeprefix("torch.")}
 
     def beside_weights(folder: Path) -> list[str]:
@@ -179,11 +176,9 @@ def _tokenizer_files(data: DataConfig, folder: Path, described: dict[str, Any]) 
             described_tokenizer = _sentencepiece_config(source, tokenizer.eod)
             text = json.dumps(described_tokenizer, indent=2) + "\n"
             (folder / "tokenizer_config.json").write_text(text)
-    return (
-        []
-        if given
-        else [f"note: {tokenizer.name} has no file that Hugging Face reads; none was copied"]
-    )
+    if not given:
+        return [f"note: {tokenizer.name} has no file that Hugging Face reads; none was copied"]
+    return []
 
 
 def _sentencepiece_config(path: Path, eod: int) -> dict[str, Any]:
@@ -269,30 +264,14 @@ def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> F
     if ranks is None:
         tensors = dcp_tensors(folder)
     else:
-        tensors = ranks.tensors(
-            gated=model.activation in GATED, tied=not model.untie_embeddings_and_output_weights
-        )
-    rows = [
-        shape[0]
-        for name, shape, _ in tensors
-        if (place := our_parameter(name)) and place.parameter == "embedding.word.weight"
-    ]
-    if not rows or rows[0] < (vocab_size or 1):
-        raise UserError(
-            f"{folder}: the word embedding has {rows[0] if rows else 'no'} rows; "
-            f"--vocab-size is {vocab_size or 'not given'}"
-        )
-    pairs = map_tensors(
-        model, vocab_size or rows[0], tensors, norms_minus_one=stores_norms_minus_one(args)
-    )
+        tied = not model.untie_embeddings_and_output_weights
+        tensors = ranks.tensors(gated=model.activation in GATED, tied=tied)
+    rows = embedding_rows(folder, tensors, vocab_size)
+    minus_one = stores_norms_minus_one(args)
+    pairs = map_tensors(model, vocab_size or rows, tensors, norms_minus_one=minus_one)
     notes = argument_notes(args) if config is None else ()
-    return Foreign(
-        fields,
-        DataConfig(),
-        pairs,
-        "mp_rank" if ranks else "torch_dist",
-        (WEIGHTS_ONLY, *_padding_note(vocab_size, rows[0]), *notes),
-    )
+    notes = (WEIGHTS_ONLY, *_padding_note(vocab_size, rows), *notes)
+    return Foreign(fields, DataConfig(), pairs, "mp_rank" if ranks else "torch_dist", notes)
 
 
 def _given_fields(config: str, vocab_size: int | None) -> dict[str, Any]:
@@ -306,19 +285,10 @@ def _given_fields(config: str, vocab_size: int | None) -> dict[str, Any]:
 
 
 def _padding_note(vocab_size: int | None, rows: int) -> tuple[str, ...]:
-    return (
-        ()
-        if vocab_size
-        else (
-            f"note: all {rows} rows of the vocabulary are kept, padding too; --vocab-size N "
-            "keeps the first N",
-        )
-    )
-
-
-def _is_shared(zero: ZeroFolder, first: str, second: str) -> bool:
-    """Whether the two names are of one parameter."""
-    return zero.ranks[0].get(first) is zero.ranks[0].get(second)
+    if vocab_size:
+        return ()
+    note = f"all {rows} rows of the vocabulary are kept, padding too; --vocab-size N keeps"
+    return (f"note: {note} the first N",)
 
 
 def open_deepspeed(
@@ -330,52 +300,61 @@ def open_deepspeed(
     folder = find_folder(given)
     zero = ZeroFolder(folder)
     names = {name.removeprefix("module."): name for rank in zero.ranks for name in rank}
-    if not is_megatron(set(names)):
-        flags = [
-            flag
-            for flag, value in (
-                ("--config", config),
-                ("--vocab-size", vocab_size),
-                ("--qkv-order", qkv_order),
-            )
-            if value is not None
-        ]
-        if flags:
-            raise UserError(
-                f"{folder}: its tensors have no names of Megatron-DeepSpeed: drop "
-                f"{' and '.join(flags)}"
-            )
-        if len(zero.ranks) > 1:
-            raise UserError(
-                f"{folder}: a Hugging Face model of {len(zero.ranks)} tensor-parallel ranks "
-                "is not read: save it without AutoTP"
-            )
-        place = next(
-            (
-                place
-                for place in (given, folder, folder.parent)
-                if (place / "config.json").is_file()
-            ),
-            None,
+    if is_megatron(set(names)):
+        return _megatron_deepspeed(zero, folder, config, vocab_size, qkv_order)
+    options = {"--config": config, "--vocab-size": vocab_size, "--qkv-order": qkv_order}
+    flags = [flag for flag, value in options.items() if value is not None]
+    if flags:
+        raise UserError(
+            f"{folder}: its tensors have no names of Megatron-DeepSpeed: drop {' and '.join(flags)}"
         )
-        if place is None:
-            raise UserError(
-                f"{given}: no config.json there: put that of the Hugging Face model next to "
-                "the folder of the partitions"
-            )
-        described = read_json(place / "config.json")
-        head = head_names(described, names)
-        if head is not None and _is_shared(zero, *(names.get(name, "") for name in head)):
-            del names[head[1]]
-        fields, rules = from_huggingface(described, names)
-        pairs = take_parts(rules, {name: zero.ranks[0][theirs] for name, theirs in names.items()})
-        return Foreign(
-            fields,
-            _tokenizer_of(place),
-            pairs,
-            f"deepspeed {described['model_type']}",
-            (WEIGHTS_ONLY, *left_out(described, names)),
+    return _huggingface_deepspeed(zero, names, given, folder)
+
+
+def _huggingface_deepspeed(
+    zero: ZeroFolder, names: dict[str, str], given: Path, folder: Path
+) -> Foreign:
+    """A Hugging Face model; `names`: its tensors, and what ZeRO's partitions call them."""
+    if len(zero.ranks) > 1:
+        raise UserError(
+            f"{folder}: a Hugging Face model of {len(zero.ranks)} tensor-parallel ranks "
+            "is not read: save it without AutoTP"
         )
+    places = [
+        place for place in (given, folder, folder.parent) if (place / "config.json").is_file()
+    ]
+    if not places:
+        raise UserError(
+            f"{given}: no config.json there: put that of the Hugging Face model next to "
+            "the folder of the partitions"
+        )
+    described = read_json(places[0] / "config.json")
+    # 1. A head that is the embedding itself is not read.
+    held, head = zero.ranks[0], head_names(described, names)
+    if head is not None:
+        embedding, copy = (held.get(names.get(name, "")) for name in head)
+        if embedding is copy:
+            names = {name: theirs for name, theirs in names.items() if name != head[1]}
+
+    # 2. The other tensors, by the rules of the model type.
+    fields, rules = from_huggingface(described, names)
+    return Foreign(
+        fields,
+        _tokenizer_of(places[0]),
+        take_parts(rules, {name: held[theirs] for name, theirs in names.items()}),
+        f"deepspeed {described['model_type']}",
+        (WEIGHTS_ONLY, *left_out(described, names)),
+    )
+
+
+def _megatron_deepspeed(
+    zero: ZeroFolder,
+    folder: Path,
+    config: str | None,
+    vocab_size: int | None,
+    qkv_order: str | None,
+) -> Foreign:
+    """A model of Megatron-DeepSpeed."""
     if qkv_order is None:
         raise UserError(
             f"{folder}: Megatron-DeepSpeed has laid the rows of query_key_value in two ways "
@@ -384,32 +363,17 @@ def open_deepspeed(
             "(since then)"
         )
     tp = tensor_parallel_size(folder, zero.states)
-    fields = (
-        _given_fields(config, vocab_size)
-        if config is not None
-        else model_fields(megatron_arguments(zero.states[0].get("args")))
-    )
-    pairs, rows = map_ranks(
-        folder,
-        zero.ranks,
-        tp,
-        ModelConfig(**fields),
-        vocab_size,
-        qkv_order == "stacked",
-        stores_norms_minus_one(zero.states[0].get("args")),
-    )
-    angles = (
-        [ROTARY]
-        if qkv_order == "stacked" and fields.get("position_embedding_type") == "rope"
-        else []
-    )
-    return Foreign(
-        fields,
-        DataConfig(),
-        pairs,
-        "megatron-deepspeed",
-        (WEIGHTS_ONLY, *_padding_note(vocab_size, rows), *angles),
-    )
+    args = zero.states[0].get("args")
+    if config is None:
+        fields = model_fields(megatron_arguments(args))
+    else:
+        fields = _given_fields(config, vocab_size)
+    model, stacked = ModelConfig(**fields), qkv_order == "stacked"
+    minus_one = stores_norms_minus_one(args)
+    pairs, rows = map_ranks(folder, zero.ranks, tp, model, vocab_size, stacked, minus_one)
+    rotates = stacked and model.position_embedding_type == "rope"
+    notes = (WEIGHTS_ONLY, *_padding_note(vocab_size, rows), *([ROTARY] if rotates else []))
+    return Foreign(fields, DataConfig(), pairs, "megatron-deepspeed", notes)
 
 
 def _arguments(folder: Path, ranks: MpRanks | None, *, needed: bool) -> Any:
@@ -459,10 +423,10 @@ def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[s
     """Write a model of another program as iteration 0 under `save`, each rank its share; returns
     lines to show. Raises UserError.
     """
-    word = next(tensor for box, tensor in foreign.pairs if box.name == "embedding.word.weight")
-    vocab_size = next(
-        box.shape[0] for box, _ in foreign.pairs if box.name == "embedding.word.weight"
+    embedding, word = next(
+        pair for pair in foreign.pairs if pair[0].name == "embedding.word.weight"
     )
+    vocab_size = embedding.shape[0]
     with raise_on_all_ranks(ranks.world, ranks.device):
         if ranks.first and list_iterations(Path(save)):
             raise UserError(f"--save {save}: holds checkpoints already; give a new folder")
@@ -514,22 +478,15 @@ def convert(flags: argparse.Namespace, ranks: Ranks) -> list[str]:
             ranks,
             flags.model_type,
         )
+    source = flags.from_huggingface or flags.from_megatron or flags.from_deepspeed
+    size = flags.vocab_size
     with raise_on_all_ranks(ranks.world, ranks.device):
         if flags.from_huggingface:
-            source = flags.from_huggingface
-            foreign = open_huggingface(source, flags.vocab_size)
+            foreign = open_huggingface(source, size)
         elif flags.from_megatron:
-            source, foreign = (
-                flags.from_megatron,
-                open_megatron(flags.from_megatron, flags.config, flags.vocab_size),
-            )
+            foreign = open_megatron(source, flags.config, size)
         else:
-            source, foreign = (
-                flags.from_deepspeed,
-                open_deepspeed(
-                    flags.from_deepspeed, flags.config, flags.vocab_size, flags.qkv_order
-                ),
-            )
+            foreign = open_deepspeed(source, flags.config, size, flags.qkv_order)
     return take_over(source, foreign, flags.save, ranks)
 
 
@@ -587,30 +544,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "(since then)",
     )
     flags = parser.parse_args(argv)
-    direction = next(
-        name
-        for name in ("to_huggingface", "from_huggingface", "from_megatron", "from_deepspeed")
-        if getattr(flags, name) is not None
-    )
-    imports = {
+    # what each direction takes: the first is needed
+    takes = {
+        "to_huggingface": ["load", "ckpt_step", "dtype", "model_type"],
         "from_huggingface": ["save", "vocab_size"],
         "from_megatron": ["save", "config", "vocab_size"],
         "from_deepspeed": ["save", "config", "vocab_size", "qkv_order"],
     }
-    takes = imports.get(direction, ["load", "ckpt_step", "dtype", "model_type"])
-    given = [
-        name
-        for name in ("load", "ckpt_step", "dtype", "model_type", "save", "config", "vocab_size")
-        + ("qkv_order",)
-        if getattr(flags, name) is not None
-    ]
-    if takes[0] not in given or set(given) - set(takes):
-        parser.error(
-            (
-                f"--{direction} FOLDER takes "
-                f"--{takes[0]}{''.join(f' [--{name}]' for name in takes[1:])} and nothing else"
-            ).replace("_", "-")
-        )
+    given = {name for name, value in vars(flags).items() if value is not None}
+    (wanted,) = given & takes.keys()
+    needed, *optional = takes[wanted]
+    if needed not in given or given - {wanted, needed, *optional}:
+        others = "".join(f" [--{name}]" for name in optional)
+        text = f"--{wanted} FOLDER takes --{needed}{others} and nothing else"
+        parser.error(text.replace("_", "-"))
     return flags
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.tools._convert.huggingface_files import take_parts
 from megatron.tools._convert.huggingface_rules import Rule
-from megatron.tools._convert.megatron_lm import map_tensors
+from megatron.tools._convert.megatron_lm import embedding_rows, map_tensors
 from megatron.tools._convert.models import Held, Pair, Whole
 from megatron.tools._convert.mp_ranks import join_ranks
 from megatron.tools._convert.pickles import Record, namespace, state_of
@@ -135,14 +135,7 @@ def map_ranks(
     wholes = _join_stages(folder, ranks, tp, model, stacked)
     fused = [whole for whole in wholes if stacked and FUSED.fullmatch(whole[0])]
     rest = [whole for whole in wholes if not (stacked and FUSED.fullmatch(whole[0]))]
-    rows = next(
-        (shape[0] for name, shape, _ in rest if name == "embedding.word_embeddings.weight"), 0
-    )
-    if rows < (vocab_size or 1):
-        raise CheckpointError(
-            f"{folder}: the word embedding has {rows or 'no'} rows; --vocab-size is "
-            f"{vocab_size or 'not given'}"
-        )
+    rows = embedding_rows(folder, rest, vocab_size)
     if fused and model.num_query_groups != model.num_attention_heads:
         raise CheckpointError(
             f"{folder}: --qkv-order stacked cannot hold grouped queries (no version wrote "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from megatron.config.model import GATED, ModelConfig
 from megatron.model.build import declared
 from megatron.model.spec import ParameterSpec, TensorSpec
 
+WORD = "embedding.word.weight"
 OUTER = {
-    "embedding.word_embeddings.weight": "embedding.word.weight",
+    "embedding.word_embeddings.weight": WORD,
     "embedding.position_embeddings.weight": "layers.0.position.weight",
     "decoder.final_layernorm": "layers.-1.final_norm",
     "output_layer.weight": "head.weight",
@@ -110,6 +112,18 @@ def _inner_place(name: str, half: int) -> ParameterPlace | None:
     if match is None or ours is None or (half >= 0 and ours not in GATED_HALVES):
         return None
     return ParameterPlace(f"{ours}.{match[2]}", half)
+
+
+def embedding_rows(folder: Path, tensors: Iterable[Whole], vocab_size: int | None) -> int:
+    """Rows of the word embedding. Raises UserError where they are fewer than `vocab_size`."""
+    places = ((our_parameter(name), shape) for name, shape, _ in tensors)
+    rows = [shape[0] for place, shape in places if place and place.parameter == WORD]
+    if not rows or rows[0] < (vocab_size or 1):
+        raise UserError(
+            f"{folder}: the word embedding has {rows[0] if rows else 'no'} rows; "
+            f"--vocab-size is {vocab_size or 'not given'}"
+        )
+    return rows[0]
 
 
 def map_tensors(
