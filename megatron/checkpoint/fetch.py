@@ -8,8 +8,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import islice
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.checkpoint import manifest as m
@@ -25,8 +27,6 @@ THREADS = 2  # that read and verify; hashing and reading leave Python's lock alo
 # runs being read or waiting, in addition to the one in use and the one before it: this bounds the
 # memory of reading
 PREFETCHED = 3
-
-Opened = tuple[int, DigestTable]  # a shard's descriptor and digests
 
 
 class DamageError(CheckpointError):
@@ -45,22 +45,6 @@ class Range:
 Wanted = TypeVar("Wanted", bound=Range)
 
 
-@dataclass
-class _Run:
-    """Chunks [first, stop) of one shard, in bytes of its data; the `shared` first ones are the end
-    of the run before it.
-    """
-
-    shard: ShardFile
-    first: int
-    stop: int
-    shared: int
-    wanted: list[Any]
-    opened: Future[Opened] | None = None
-    buffer: bytearray = field(default_factory=bytearray)
-    done: Future | None = None
-
-
 class Fetcher:
     """Reads ranges of shards; every chunk that holds a byte of them is read once where they come in
     order, and verified. `describe(shard, start, stop)`: what has these bytes, for the error.
@@ -76,58 +60,57 @@ class Fetcher:
         CheckpointError at the first chunk, in their order, that cannot be read or does not match
         its digest.
         """
-        ahead = deque[_Run]()  # being read
-        free: list[bytearray] = []
-        last: _Run | None = None
-        try:
-            with ThreadPoolExecutor(THREADS) as threads:
-                runs = self._submitted(_runs(ranges), threads, free)
-                while True:
-                    # Some runs are read ahead of the one that is used.
-                    ahead.extend(islice(runs, PREFETCHED + 1 - len(ahead)))
-                    if not ahead:
-                        return
+        for shard, wanted in groupby(ranges, key=lambda each: each.shard):
+            table = shard.table()
+            # the threads end before the file is closed
+            with _opened(shard) as file, ThreadPoolExecutor(THREADS) as threads:
+                read = partial(_read, shard, file, table, self.describe)
+                yield from self._stream(_runs(wanted), partial(threads.submit, read))
 
-                    # The next run is in its buffer, but for chunks shared with the one before.
-                    ahead[0].done.result()
-                    run = ahead.popleft()
-                    self.bytes_read += run.stop - run.first - run.shared
-                    if last is not None:
-                        end = last.stop - last.first
-                        run.buffer[: run.shared] = memoryview(last.buffer)[end - run.shared : end]
-                        if last.shard is not run.shard:
-                            _close(last.opened)
-                        free.append(last.buffer)
-                    last = run
-                    view = memoryview(run.buffer)
-                    for wanted in run.wanted:
-                        yield wanted, view[wanted.start - run.first : wanted.stop - run.first]
-        finally:
-            for opened in {run.opened for run in [last, *ahead] if run is not None}:
-                _close(opened)
+    def _stream(
+        self, runs: Iterator[_Run], submit: Callable[..., Future]
+    ) -> Iterator[tuple[Any, memoryview]]:
+        """`stream` of one shard; `submit(position, into)` reads from there on."""
+        buffers = [bytearray()] * (PREFETCHED + 2)
+        numbered = enumerate(runs)
+        ahead = deque[tuple[_Run, memoryview, Future]]()  # being read
+        before = memoryview(b"")
+        while True:
+            # Some runs are read ahead of the one that is used.
+            for number, run in islice(numbered, PREFETCHED + 1 - len(ahead)):
+                size, place = run.stop - run.first, number % len(buffers)
+                if len(buffers[place]) < size:
+                    buffers[place] = bytearray(size)
+                view = memoryview(buffers[place])[:size]
+                done = submit(run.first + run.shared, view[run.shared :])
+                ahead.append((run, view, done))
+            if not ahead:
+                return
 
-    def _submitted(
-        self, runs: Iterable[_Run], threads: ThreadPoolExecutor, free: list[bytearray]
-    ) -> Iterator[_Run]:
-        """The runs, each on its way into a buffer."""
-        before: _Run | None = None
-        for run in runs:
-            # before the file is opened, which a lack of memory would leave open
-            if free:
-                run.buffer = free.pop()
-            if len(run.buffer) < run.stop - run.first:
-                run.buffer = bytearray(run.stop - run.first)
-            if before is not None and before.shard is run.shard:
-                run.opened = before.opened
-            else:
-                run.opened = threads.submit(_open, run.shard)
-            run.done = threads.submit(_read, run, self.describe)
-            before = run
-            yield run
+            # The next run is in its buffer, but for chunks shared with the one before.
+            run, view, done = ahead.popleft()
+            done.result()
+            self.bytes_read += len(view) - run.shared
+            view[: run.shared] = before[len(before) - run.shared :]
+            before = view
+            for wanted in run.wanted:
+                yield wanted, view[wanted.start - run.first : wanted.stop - run.first]
 
 
-def _runs(ranges: Iterable[Wanted]) -> Iterator[_Run]:
-    """Ranges put together while they follow one another in one shard without a chunk between them
+@dataclass
+class _Run:
+    """Chunks [first, stop) of one shard, in bytes of its data; the `shared` first ones are the end
+    of the run before it.
+    """
+
+    first: int
+    stop: int
+    shared: int
+    wanted: list[Any]
+
+
+def _runs(ranges: Iterable[Range]) -> Iterator[_Run]:
+    """Ranges of one shard put together while they follow one another without a chunk between them
     that is not wanted.
     """
     run: _Run | None = None
@@ -136,37 +119,40 @@ def _runs(ranges: Iterable[Wanted]) -> Iterator[_Run]:
         first = wanted.start // shard.chunk * shard.chunk
         stop = min(-(-wanted.stop // shard.chunk) * shard.chunk, shard.data_bytes)
         shared = 0
-        if run is not None and run.shard is shard and run.first <= first <= run.stop:
-            if stop <= run.stop or stop - run.first <= BATCH:
-                run.stop = max(stop, run.stop)
-                run.wanted.append(wanted)
-                continue
-            shared = run.stop - first
         if run is not None:
+            if run.first <= first <= run.stop:
+                if stop <= run.stop or stop - run.first <= BATCH:
+                    run.stop = max(stop, run.stop)
+                    run.wanted.append(wanted)
+                    continue
+                shared = run.stop - first
             yield run
-        run = _Run(shard, first, stop, shared, [wanted])
+        run = _Run(first, stop, shared, [wanted])
     if run is not None:
         yield run
 
 
-def _open(shard: ShardFile) -> Opened:
-    table = shard.table()
+@contextmanager
+def _opened(shard: ShardFile) -> Iterator[int]:
     try:
-        return os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC), table
+        file = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise DamageError(f"{shard.path}: {error.strerror}") from error
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
-def _close(opened: Future[Opened]) -> None:
-    if opened.exception() is None:
-        os.close(opened.result()[0])
-
-
-def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:
-    file, table = run.opened.result()
-    shard = run.shard
-    position = run.first + run.shared
-    into = memoryview(run.buffer)[run.shared : run.stop - run.first]
+def _read(
+    shard: ShardFile,
+    file: int,
+    table: DigestTable,
+    describe: Callable[[Any, int, int], str],
+    position: int,
+    into: memoryview,
+) -> None:
+    """Fill `into` with the shard's data from `position` on, whole chunks, and verify it."""
     done = 0
     while done < len(into):
         at = shard.data_start + position + done
