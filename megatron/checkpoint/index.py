@@ -110,14 +110,12 @@ class StoredTensor:
 
     @property
     def pieces(self) -> list[Piece]:
-        pieces = []
         dims = len(self.shape)
-        width = 2 + 2 * dims  # of a row
-        for at in range(0, len(self.rows), width):
-            number, start, *box = self.rows[at : at + width]
-            offset, extent = tuple(box[:dims]), tuple(box[dims:])
-            pieces.append(Piece(offset, extent, self.shards[number], start))
-        return pieces
+        rows = zip(*[iter(self.rows)] * (2 + 2 * dims))
+        return [
+            Piece(tuple(box[:dims]), tuple(box[dims:]), self.shards[number], start)
+            for number, start, *box in rows
+        ]
 
 
 class Index:
@@ -180,14 +178,13 @@ class Index:
         for key, entry in entries.items():
             name, offset = parse_key(key, path)
             shape = shapes.get(name)
-            stored = self.tensors.get(name)
-            if stored is None:
-                stored = StoredTensor(shape or (), entry.dtype, self.shards, array("q"))
-                self.tensors[name] = stored
+            if name not in self.tensors:
+                self.tensors[name] = StoredTensor(shape or (), entry.dtype, self.shards, array("q"))
+            stored = self.tensors[name]
             # all shards have the same tensor in mind
             agrees = (shape, entry.dtype) == (stored.shape, stored.dtype)
-            dims = {len(offset), len(entry.shape), len(stored.shape)}
-            if not agrees or len(dims) > 1 or entry.start % stored.item_bytes:
+            has_dims = len(offset) == len(entry.shape) == len(stored.shape)
+            if not (agrees and has_dims) or entry.start % stored.item_bytes:
                 raise CheckpointError(
                     f"{path}: {key}: shape, dtype or alignment contradicts the other shards"
                 )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from megatron.checkpoint.boxes import Dims, Shapes, shapes_of
-from megatron.checkpoint.run_state import check_run_state, has, integer, text, texts
+from megatron.checkpoint.run_state import check_run_state, fits, integer, texts
 from megatron.config.errors import UserError
 from megatron.config.input_files import JsonObject, parse_json
 
@@ -265,29 +265,22 @@ def _check_content(content: JsonObject) -> None:
     if (found, version) != (FORMAT, VERSION):
         known = f"this program reads {FORMAT!r} version {VERSION}"
         raise ValueError(f"format {found!r} version {version!r}; {known}")
-    superseded = content.get("left", {})
-    if not CONTENT(content) or not content["shards"] or not texts(superseded):
+    superseded, shards = content.get("left", {}), content["shards"]
+    if not fits(content, CONTENT) or not shards or not texts(superseded):
         raise ValueError("iteration, attempt, shards, state or left are not what they should be")
     if any(int(later) <= content["iteration"] for later in superseded):
         raise ValueError("left is not of later iterations")
     # Names are derived, never followed: a manifest cannot point outside its folder.
-    for index, shard in enumerate(content["shards"]):
-        if not SHARD(shard) or shard["file"] != shard_file(index):
-            raise ValueError(f"the name, size or digest of shard {index} is malformed")
+    if [shard["file"] for shard in shards] != [shard_file(index) for index in range(len(shards))]:
+        raise ValueError("the names of the shards are not those of this format")
 
 
-CONTENT = has(
-    iteration=integer,
-    attempt=text,
-    created=text,
-    shards=lambda value: type(value) is list,
-    state=lambda value: type(value) is dict,
-)
-SHARD = has(
-    file=text,
-    bytes=integer,
-    table_digest=lambda value: text(value) and re.fullmatch("[0-9a-f]{32}", value) is not None,
-)
+SHARD = {
+    "file": str,
+    "bytes": integer,
+    "table_digest": lambda value: type(value) is str and re.fullmatch("[0-9a-f]{32}", value),
+}
+CONTENT = {"iteration": integer, "attempt": str, "created": str, "shards": [SHARD], "state": dict}
 
 
 def table_digest(raw: bytes) -> str:

@@ -14,7 +14,7 @@ from megatron.config.input_files import InputError, JsonObject
 from megatron.config.model import FORMER_ROPE, without_former_defaults
 from megatron.config.options import FIELDS, Option
 
-Check = Callable[[Any], bool]
+Schema = dict[str, Any] | list[Any] | type | Callable[[Any], bool]
 HUGE = 1e300  # numbers that are no float, or nearly none, are no number of a run
 LARGEST = 2**62  # sums of two counts still fit 64 bits
 PATTERN = 65536  # shares of a blend add up to this
@@ -33,7 +33,7 @@ def check_run_state(state: JsonObject) -> None:
     """
     if "config" not in state:
         return
-    wrong = [name for name, holds in CHECKS.items() if name in state and not holds(state[name])]
+    wrong = [name for name in STATE if name in state and not fits(state[name], STATE[name])]
     wrong = wrong or _wrong_options(state["config"])
     if wrong:
         raise InputError(f"state.{wrong[0]} is not what a run writes there")
@@ -115,26 +115,22 @@ def number(value: Any) -> bool:
     return type(value) in (int, float) and -HUGE < value < HUGE
 
 
-def text(value: Any) -> bool:
-    return type(value) is str
-
-
 def texts(value: Any) -> bool:
     """An object of texts."""
-    return type(value) is dict and all(map(text, value.values()))
+    return type(value) is dict and all(type(each) is str for each in value.values())
 
 
-def has(**fields: Check) -> Check:
-    """An object with these fields, and maybe others."""
-    return lambda value: (
-        type(value) is dict
-        and all(name in value and holds(value[name]) for name, holds in fields.items())
-    )
-
-
-def listed(holds: Check) -> Check:
-    """A list of values of one kind."""
-    return lambda value: type(value) is list and all(map(holds, value))
+def fits(value: Any, schema: Schema) -> bool:
+    """Whether JSON is as a schema specifies: of a type, accepted by a function, a list of such
+    values, or an object with at least these fields.
+    """
+    if isinstance(schema, dict):
+        return type(value) is dict and all(
+            name in value and fits(value[name], field) for name, field in schema.items()
+        )
+    if isinstance(schema, list):
+        return type(value) is list and all(fits(each, schema[0]) for each in value)
+    return type(value) is schema if isinstance(schema, type) else bool(schema(value))
 
 
 STYLES = {
@@ -153,19 +149,19 @@ def _schedule(value: Any) -> bool:
     )
 
 
-SOURCE = has(id=text, name=text, share=count, first_index=count)
-HISTORY = has(segments=listed(has(first_sample=count, sources=listed(SOURCE))))
+SOURCE = {"id": str, "name": str, "share": count, "first_index": count}
+HISTORY = {"segments": [{"first_sample": count, "sources": [SOURCE]}]}
 
 
 def _data_history(value: Any) -> bool:
     """Segments that begin one after the other, each of whole blends."""
-    if not HISTORY(value):
+    if not fits(value, HISTORY):
         return False
     begins = [segment["first_sample"] for segment in value["segments"]]
     sources = [segment["sources"] for segment in value["segments"]]
     shares = {sum(source["share"] for source in each) for each in sources}
     contents = [source.get("content", "") for each in sources for source in each]
-    return begins == sorted(begins) and shares <= {PATTERN} and all(map(text, contents))
+    return begins == sorted(begins) and shares <= {PATTERN} and fits(contents, [str])
 
 
 def _wrong_options(config: JsonObject) -> list[str]:
@@ -194,25 +190,23 @@ def _is_one(option: Option, value: Any) -> bool:
     return type(value) is option.kind
 
 
-CHECKS: dict[str, Check] = {
+STATE: dict[str, Schema] = {
     **dict.fromkeys((*COUNTS, "open_steps", "open_skipped", "open_nan"), count),
     "open_loss": number,
-    "evaluation_due": lambda value: type(value) is bool,
+    "evaluation_due": bool,
     "optimizer_steps": lambda value: number(value) and 0 <= value,
     "vocab_size": lambda value: count(value) and value > 0,
-    "tokenizer": lambda value: value is None or text(value),
-    "layout": text,
-    "device": text,
+    "tokenizer": lambda value: value is None or type(value) is str,
+    "layout": str,
+    "device": str,
     "versions": texts,
     "kernels": texts,
-    "scaler": has(
-        scale=lambda value: number(value) and 0 < value <= 2.0**127,
-        clean_steps=count,
-        hysteresis=integer,
-    ),
+    "scaler": {
+        "scale": lambda value: number(value) and 0 < value <= 2.0**127,
+        "clean_steps": count,
+        "hysteresis": integer,
+    },
     "schedule": _schedule,
     "ledger": _data_history,
-    "config": lambda value: (
-        type(value) is dict and all(type(fields) is dict for fields in value.values())
-    ),
+    "config": lambda value: type(value) is dict and fits([*value.values()], [dict]),
 }
