@@ -63,7 +63,13 @@ def open_checkpoint(
     """
     # The first rank decides which ones come into question, whatever appears in the meantime.
     root = Path(root)
-    iterations = ranks.from_first(lambda: _candidates(root, step))
+    iterations, superseded = ranks.from_first(lambda: loadable(root, step))
+    if superseded and ranks.first:
+        logger.warning(
+            f"{root}: NOT taken are iterations {', '.join(map(str, superseded))}: a run resumed "
+            "from an earlier one and has saved since; give "
+            f"--ckpt-step {superseded[0]} if you want them"
+        )
     for place, iteration in enumerate(iterations):
         path, others = root / iteration_folder(iteration), iterations[place + 1 :]
         checkpoint, fault = _open_together(path, ranks, verify=older)
@@ -82,8 +88,8 @@ def open_checkpoint(
     return None
 
 
-def _candidates(root: Path, step: int | None) -> list[int]:
-    """The iterations that may be loaded, the wanted one first."""
+def loadable(root: Path, step: int | None) -> tuple[list[int], list[int]]:
+    """(the iterations that may be loaded, the wanted one first; those that were superseded)."""
     iterations = list_iterations(root)
     if (root / MANIFEST).is_file():
         raise CheckpointError(
@@ -91,20 +97,13 @@ def _candidates(root: Path, step: int | None) -> list[int]:
             "choose with --ckpt-step"
         )
     if step is None:
-        iterations, superseded = newest_first(root)
-        if superseded:
-            logger.warning(
-                f"{root}: NOT taken are iterations {', '.join(map(str, superseded))}: a "
-                "run resumed from an earlier one and has saved since; give "
-                f"--ckpt-step {superseded[0]} if you want them"
-            )
-        return iterations
+        return newest_first(root)
     if step not in iterations:
         known = ", ".join(map(str, iterations)) or "none"
         raise CheckpointError(
             f"{root}: no checkpoint of iteration {step} (--ckpt-step); there: {known}"
         )
-    return iterations[iterations.index(step) :]
+    return iterations[iterations.index(step) :], []
 
 
 def _open_together(path: Path, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, str]:
@@ -211,7 +210,7 @@ class Checkpoint(Index):
         wanted.sort(key=lambda rows: (rows.shard.number, rows.start))
         try:
             for rows, data in self.fetcher.stream(wanted):
-                rows.copy(torch.frombuffer(data, dtype=rows.dtype))
+                rows.copy(data)
         except DamageError as error:
             raise CheckpointError(
                 f"{error}. {self.path.name} cannot be loaded; {self._instead()}."
@@ -224,41 +223,39 @@ class Checkpoint(Index):
 
 @dataclass(frozen=True)
 class _Rows(Range):
-    """Whole rows of a piece: their `columns` go to the rows from `row` on of `into` [groups, rows,
-    ...] (Box.view).
-    """
+    """Whole rows of a piece, of which `columns` go to `into`."""
 
     dtype: torch.dtype
     extent: Dims  # of a row
     columns: tuple[slice, ...]
-    row: int
     into: Tensor
 
-    def copy(self, data: Tensor) -> None:
-        """Put the rows' elements into their place, which may be in several groups."""
-        rows = data.view(-1, *self.extent)[:, *self.columns]
-        at = self.row
-        while len(rows):
-            group, row = divmod(at, self.into.shape[1])
-            into = self.into[group, row : row + len(rows)]
-            into.copy_(rows[: len(into)])
-            rows = rows[len(into) :]
-            at += len(into)
+    def copy(self, data: memoryview) -> None:
+        rows = torch.frombuffer(data, dtype=self.dtype).view(-1, *self.extent)
+        self.into.copy_(rows[:, *self.columns])
 
 
 def _rows(
     piece: Piece, low: Dims, high: Dims, dtype: torch.dtype, offset: Dims, view: Tensor
 ) -> Iterator[_Rows]:
-    """What `view`, which holds a box at `offset`, wants of a piece, [low, high) of the logical
-    tensor, in batches of rows.
+    """What `view` [groups, rows, ...] (Box.view), which holds a box at `offset`, wants of a piece,
+    [low, high) of the logical tensor, in batches of rows of one group.
     """
+    first, *begins = piece.offset
+    columns, inside = (
+        tuple(slice(l - o, h - o) for l, h, o in zip(low[1:], high[1:], origin))
+        for origin in (begins, offset[1:])
+    )
+    into = view[:, :, *inside]
+    height = view.shape[1]  # rows of a group
     extent = piece.extent[1:]
     size = math.prod(extent) * dtype.itemsize
-    inner = list(zip(low[1:], high[1:], piece.offset[1:], offset[1:]))
-    columns = tuple(slice(l - o, h - o) for l, h, o, _ in inner)
-    into = view[:, :, *(slice(l - o, h - o) for l, h, _, o in inner)]
-    step = max(1, BATCH // size)
-    for row in range(low[0], high[0], step):
-        start = piece.start + (row - piece.offset[0]) * size
-        stop = start + min(step, high[0] - row) * size
-        yield _Rows(piece.shard, start, stop, dtype, extent, columns, row - offset[0], into)
+    batch = max(1, BATCH // size)
+    row = low[0]
+    while row < high[0]:
+        group, at = divmod(row - offset[0], height)
+        count = min(batch, height - at, high[0] - row)
+        start = piece.start + (row - first) * size
+        stop = start + count * size
+        yield _Rows(piece.shard, start, stop, dtype, extent, columns, into[group, at : at + count])
+        row += count

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.index import newest_first, read_manifest
-from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
-from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.index import read_manifest
+from megatron.checkpoint.manifest import CheckpointError, iteration_folder
+from megatron.checkpoint.reader import Checkpoint, loadable
 from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, from_saved, require
 from megatron.config.derive import POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, GivenConfig
 from megatron.config.input_files import InputError
 from megatron.config.metadata import ChangeRule, flag_name
-from megatron.config.options import FIELDS, Option
+from megatron.config.options import FIELDS
 from megatron.distributed.groups import describe_layout
 from megatron.model.build import model_shapes, trained_names
 from megatron.model.kernels import choose_kernels
@@ -96,31 +96,34 @@ def check_complete(checkpoint: Checkpoint, *, weights_alone: bool) -> None:
 
 
 class Difference(NamedTuple):
-    """A field that two configurations do not have in common; `rule`: what a change of it means,
-    declared by the field.
-    """
+    """A field, by name, that two configurations do not have in common."""
 
-    flag: str
-    rule: ChangeRule
+    name: str
     theirs: Any
     ours: Any
+
+    @property
+    def flag(self) -> str:
+        return flag_name(self.name)
+
+    @property
+    def rule(self) -> ChangeRule:
+        """What a change of it means."""
+        return FIELDS[self.name].change
 
     @property
     def text(self) -> str:
         return f"{self.flag}: checkpoint {self.theirs}, command line {self.ours}"
 
 
-def _value(config: Config, option: Option) -> Any:
-    return getattr(getattr(config, option.group), option.field)
-
-
 def _differences(theirs: Config, ours: Config) -> list[Difference]:
     """Every field in which a configuration differs from a checkpoint's."""
     found = []
     for name, option in FIELDS.items():
-        old, new = _value(theirs, option), _value(ours, option)
+        groups = (getattr(config, option.group) for config in (theirs, ours))
+        old, new = (getattr(group, option.field) for group in groups)
         if old != new:
-            found.append(Difference(flag_name(name), option.change, old, new))
+            found.append(Difference(name, old, new))
     return found
 
 
@@ -172,31 +175,34 @@ def changed_data(state: dict[str, Any], config: Config, ledger: dict[str, Any]) 
     new_run = config.checkpoint.finetune or config.evaluation.skip_train
     if new_run or not state.get("consumed_samples"):
         return []
-    last = [
-        [source for segment in each["segments"][-1:] for source in segment["sources"]]
-        for each in (state["ledger"], ledger)
-    ]
+    saved, given = _last_sources(state["ledger"]), _last_sources(ledger)
     # Files may move and be renamed: sources are compared by what they hold. Older ledgers have only
     # ids, which are of content and order.
-    key = "content" if all("content" in source for sources in last for source in sources) else "id"
-    old, new = ({source[key]: source for source in sources} for sources in last)
+    key = "content" if all("content" in source for source in saved + given) else "id"
+    old, new = ({source[key]: source for source in sources} for sources in (saved, given))
     found = []
     for identity, ours in new.items():
+        name, share = ours["name"], ours["share"]
         theirs = old.get(identity)
         if theirs is None:
             found.append(
-                f"{ours['name']}: not what the checkpoint's run was reading (content, or its range "
-                "by --split)"
+                f"{name}: not what the checkpoint's run was reading (content, or its range by "
+                "--split)"
             )
-        elif ours["share"] != theirs["share"]:
+        elif share != theirs["share"]:
             found.append(
-                f"{ours['name']}: share of the blend: checkpoint {theirs['share']}, command line "
-                f"{ours['share']} (of 65536)"
+                f"{name}: share of the blend: checkpoint {theirs['share']}, command line {share} "
+                "(of 65536)"
             )
-    for identity, theirs in old.items():
-        if identity not in new:
-            found.append(f"{theirs['name']}: read by the checkpoint's run, not given now")
+    gone = [source["name"] for identity, source in old.items() if identity not in new]
+    found += [f"{name}: read by the checkpoint's run, not given now" for name in gone]
     return [Change(f"data: {text}", "data") for text in found]
+
+
+def _last_sources(ledger: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run reads now, by its data history."""
+    segments = ledger["segments"]
+    return segments[-1]["sources"] if segments else []
 
 
 def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config) -> list[str]:
@@ -260,23 +266,23 @@ def take_checkpoint_args(flags: GivenConfig) -> GivenConfig:
     config = derive(flags, 1, None, POSITIONS[:1])
     # A field at its default is taken from the checkpoint; one that was given must agree with it.
     faults = []
-    for name, option in FIELDS.items():
-        here, there = _value(config, option), _value(theirs, option)
+    for each in _differences(theirs, config):
+        option, there = FIELDS[each.name], each.theirs
         # an imported model has no run's settings: the command line's are taken
         if not option.change.taken or there is None:
             continue
-        if here == option.default:
+        if each.ours == option.default:
             try:
                 value = option.load(list(there) if isinstance(there, tuple) else there)
             except UserError as error:
-                of = f"{option.group}.{name} = {there!r}"
+                of = f"{option.group}.{each.name} = {there!r}"
                 raise ArgumentErrors(
                     [f"--use-checkpoint-args: the checkpoint has {of}: {error}"]
                 ) from error
-            config = config.with_fields(option.group, **{name: value})
-        elif here != there and not option.change.file and not _may_change(option.change, options):
+            config = config.with_fields(option.group, **{each.name: value})
+        elif not option.change.file and not _may_change(option.change, options):
             faults.append(
-                f"{flag_name(name)} {here}: the checkpoint has {there} "
+                f"{each.flag} {each.ours}: the checkpoint has {there} "
                 "(--use-checkpoint-args); drop one of the two flags"
             )
     if faults:
@@ -296,15 +302,10 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
     """
     if options.load is None:
         raise CheckpointError("there is no checkpoint to take them from; give --load")
-    # The iterations that could be meant, newest first.
-    root, step = Path(options.load), options.ckpt_step
-    if step is None:
-        known, _ = newest_first(root)
-    else:
-        known = [iteration for iteration in list_iterations(root) if iteration <= step]
-    if not known or step not in (None, known[0]):
-        of = "" if step is None else f" of iteration {step}"
-        raise CheckpointError(f"no checkpoint{of} in --load {root}")
+    root = Path(options.load)
+    known, _ = loadable(root, options.ckpt_step)
+    if not known:
+        raise CheckpointError(f"no checkpoint in --load {root}")
     # A damaged one is passed over only where the user allows an older checkpoint.
     if not options.allow_older_checkpoint:
         known = known[:1]

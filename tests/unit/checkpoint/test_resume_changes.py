@@ -156,7 +156,7 @@ def test_the_checkpoint_s_arguments(root, tmp_path):
     assert "--hidden-size 64: the checkpoint has 32" in shown
     assert "--num-layers 3: the checkpoint has 2" in shown and "--seq-length" not in shown
     assert "num-layers" in start((*DATA, *where[:-1]))  # the control
-    assert "no checkpoint of iteration 5 in --load" in start(
+    assert "no checkpoint of iteration 5 (--ckpt-step); there: 6, 3" in start(
         (*DATA, *where[:2], "--ckpt-step", "5", where[-1])
     )
     assert "give --load" in start((*DATA, "--use-checkpoint-args"))
