@@ -1,9 +1,10 @@
 """A process of each rank that writes shards and commits checkpoints while training continues:
 without torch, without a lock shared with the trainer.
 
-The trainer puts a shard's file into memory that both see (a memfd), in waves where that is smaller.
-Commands and answers are JSON. The process ignores the signals that end a job, for the trainer waits
-for it, and it dies with the trainer.
+It copies a shard from a file that the trainer holds open: one of the local tier, or memory (a
+memfd), which is filled in waves where it is smaller than the shard. Commands and answers are JSON.
+The process ignores the signals that end a job, for the trainer waits for it, and it dies with the
+trainer.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import mmap
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from itertools import chain
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import Policy, commit, not_saved, retire
@@ -34,36 +34,21 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 PDEATHSIG = 1  # prctl: a signal for when the parent dies
 NICE = 10  # training comes first
+DONE: JsonObject = {"result": None}
 
 
 class Background:
-    """The trainer's end. `memory` is what both see. What the process logs is logged here."""
+    """The trainer's end: the process does one thing at a time. What it logs is logged here.
 
-    def __init__(self, size: int):
-        self.descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, size)
-        self.memory = mmap.mmap(self.descriptor, size)
+    `memory`: the memfd that it may read.
+    """
+
+    def __init__(self) -> None:
+        self.memory = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
         self.process: subprocess.Popen | None = None
         self.pipe: Connection | None = None
-
-    def send(self, command: JsonObject) -> None:
-        """Raises CheckpointError when the process is gone."""
-        try:
-            self.pipe.send_bytes(json.dumps(command).encode())
-        except OSError as error:
-            raise self._gone() from error
-
-    def answer(self, *, wait: bool) -> JsonObject | None:
-        """The next answer, or None. Raises CheckpointError when the process is gone."""
-        try:
-            while wait or self.pipe.poll():
-                answer = json.loads(self.pipe.recv_bytes())
-                if "log" not in answer:
-                    return answer
-                logger.log(*answer["log"])
-        except (EOFError, OSError) as error:
-            raise self._gone() from error
-        return None
+        # of what the process does, once that is over
+        self.outcome: JsonObject | Exception | None = DONE
 
     def start(self) -> None:
         """Start the process unless it runs; return when it is safe from signals and tied to this
@@ -74,15 +59,17 @@ class Background:
         self.close()
         self.pipe, theirs = multiprocessing.Pipe()
         with theirs:
-            descriptors = self.descriptor, theirs.fileno()
             program = (
                 f"import sys; sys.path.insert(0, {str(ROOT)!r}); from "
-                f"megatron.checkpoint.background import serve; serve{descriptors}"
+                f"megatron.checkpoint.background import serve; serve({theirs.fileno()})"
             )
             self.process = subprocess.Popen(
-                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=descriptors
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(self.memory, theirs.fileno()),
             )
-        self.answer(wait=True)
+        self.outcome = None
+        self.result()
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -90,20 +77,70 @@ class Background:
             self.process.kill()
             self.process.wait()
             self.pipe.close()
-        self.process = None
+        self.process, self.outcome = None, DONE
 
-    def _gone(self) -> CheckpointError:
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """An error in the block ends the process, which may wait for the rest of a shard."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, do: str, **arguments: Any) -> None:
+        """Have the process carry out one of COMMANDS; an error to start it is the outcome."""
+        try:
+            self.start()
+        except (CheckpointError, OSError) as error:
+            self.outcome = error
+        else:
+            self.send({"do": do, **arguments})
+
+    def send(self, message: JsonObject) -> None:
+        """Something that the process answers."""
+        if not isinstance(self.outcome, Exception):
+            self.outcome = None
+            with suppress(OSError):  # the process is gone, which `is_done` sees
+                self.pipe.send_bytes(json.dumps(message).encode())
+
+    def is_done(self, *, wait: bool = False) -> bool:
+        """Whether the process has done what it was asked for, or is gone."""
+        while self.outcome is None and (wait or self.pipe.poll()):
+            try:
+                answer = json.loads(self.pipe.recv_bytes())
+            except (EOFError, OSError):
+                answer = {"error": self._gone()}
+            if "log" in answer:
+                logger.log(*answer["log"])
+            else:
+                fault = answer.get("error")
+                self.outcome = answer if fault is None else CheckpointError(fault)
+        return self.outcome is not None
+
+    def result(self) -> Any:
+        """Wait for it; what it is, None where nothing was asked for."""
+        self.is_done(wait=True)
+        outcome, self.outcome = self.outcome, DONE
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome["result"]
+
+    def _gone(self) -> str:
         code = self.process.wait()
         why = f"ended with exit code {code}"
         if code < 0:
             why = f"was killed by signal {-code} ({signal.Signals(-code).name})"
         if code == -signal.SIGKILL:
             why += "; when that was for lack of memory, give --async-save-host-memory"
-        return CheckpointError(f"the process that writes checkpoints {why}")
+        return f"the process that writes checkpoints {why}"
 
 
-def serve(descriptor: int, pipe: int) -> None:
-    """The process: carries out commands until there are no more."""
+# ---- the process ---------------------------------------------------------------------------------
+
+
+def serve(pipe: int) -> None:
+    """Carry out commands until there are no more."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -113,13 +150,13 @@ def serve(descriptor: int, pipe: int) -> None:
     os.nice(NICE)
     trainer = Connection(pipe)
     logging.basicConfig(level=logging.INFO, handlers=[_TrainerLog(trainer)])
-    _send(trainer, {"result": "here"})
-    with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view, suppress(EOFError):
+    _send(trainer, DONE)
+    with suppress(EOFError):
         while True:
             command = json.loads(trainer.recv_bytes())
             answer: JsonObject
             try:
-                answer = {"result": _carry_out(command, view, trainer)}
+                answer = {"result": COMMANDS[command.pop("do")](trainer, **command)}
             except CheckpointError as error:
                 answer = {"error": str(error)}
             except (OSError, MemoryError) as error:
@@ -145,44 +182,50 @@ class _TrainerLog(logging.Handler):
         _send(self.trainer, {"log": [record.levelno, record.getMessage()]})
 
 
-def _carry_out(command: JsonObject, memory: memoryview, trainer: Connection) -> JsonObject | None:
-    """Commit a checkpoint, or write a shard from the trainer's `memory` or as a copy of one in a
-    local folder; returns the shard's entry in the manifest. Raises CheckpointError, also for a copy
-    that is not what `record`, its entry in a manifest, specifies.
+def _commit(
+    _: Connection, root: str, iteration: int, folder: str, retention: JsonObject, **content: Any
+) -> None:
+    commit(Path(root), Path(folder), iteration, **content)
+    retire(Path(root), Policy(**retention), iteration)
+
+
+def _write(
+    trainer: Connection,
+    root: str,
+    iteration: int,
+    folder: str,
+    index: int,
+    source: str,
+    size: int,
+    verify: bool,
+    rate: float | None,
+    record: JsonObject | None = None,
+) -> JsonObject:
+    """Write a shard with the `size` bytes of the file `source`; return its entry in the manifest.
+    Raises CheckpointError where that is not what `record`, its entry in another one, specifies.
     """
-    root, folder, iteration = Path(command["root"]), Path(command["folder"]), command["iteration"]
-    if command["do"] == "commit":
-        given = (command[key] for key in ("attempt", "shards", "state", "before"))
-        commit(root, folder, iteration, *given)
-        retire(root, Policy(**command["retention"]), iteration)
-        return None
-
-    index, size = command["index"], command["bytes"]
-    progress = WriteProgress(iteration, size, command["rate"])
-    options = {"verify": command["verify"], "progress": progress}
-    if command["do"] == "write":
-        waves = _waves(memory, trainer, size)
-        first = next(waves)
-        header, rest = bytes(first[: command["header"]]), first[command["header"] :]
-        return write_shard_file(folder, index, header, chain([rest], waves), **options)
-
     what = f"the local copy of {shard_file(index)}"
-    with open(command["source"], "rb", buffering=0) as file:
-        pieces = (memoryview(piece) for piece in iter(lambda: file.read(m.CHUNK), b""))
-        written = write_shard_file(folder, index, *split_header(pieces, what), **options)
-    if not written.items() <= command["record"].items():
+    header, data = split_header(_waves(trainer, source, size), what)
+    progress = WriteProgress(iteration, size, rate)
+    written = write_shard_file(Path(folder), index, header, data, verify=verify, progress=progress)
+    if record is not None and not written.items() <= record.items():
         raise CheckpointError(f"{what} is damaged: its bytes are not those that were written")
     return written
 
 
-def _waves(memory: memoryview, trainer: Connection, size: int) -> Iterator[memoryview]:
-    """The file's bytes as they come; each wave but the last one is answered when it has been
-    taken.
+def _waves(trainer: Connection, source: str, size: int) -> Iterator[memoryview]:
+    """The `size` bytes of a shard, as the trainer announces them: each wave begins at the start of
+    the file `source`, and is answered when it has been taken, but for the last one.
     """
-    while True:
-        count = json.loads(trainer.recv_bytes())["bytes"]
-        yield memory[:count]
-        size -= count
-        if size == 0:
-            return
-        _send(trainer, {"taken": count})
+    while size:
+        wave = json.loads(trainer.recv_bytes())["bytes"]
+        size -= wave
+        with open(source, "rb", buffering=0) as file:
+            while wave and (piece := file.read(min(wave, m.CHUNK))):
+                wave -= len(piece)
+                yield memoryview(piece)
+        if size:
+            _send(trainer, DONE)
+
+
+COMMANDS = {"write": _write, "commit": _commit}

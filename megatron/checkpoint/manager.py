@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +25,18 @@ from torch import Tensor
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.background import Background
-from megatron.checkpoint.commit import Attempt, Policy, not_saved, retire
+from megatron.checkpoint.commit import Attempt, Policy, retire
 from megatron.checkpoint.files import GB, GIB
 from megatron.checkpoint.index import read_manifest
-from megatron.checkpoint.manifest import ALIGN, CheckpointError, iteration_folder, list_iterations
+from megatron.checkpoint.manifest import ALIGN, iteration_folder, list_iterations
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.writer import (
     BoxTensor,
     Pairs,
-    data_bytes,
-    in_file_order,
     not_empty,
     save_checkpoint,
     shard_bytes,
+    shard_content,
     shard_header,
 )
 from megatron.config.errors import UserError
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 
 logger = logging.getLogger(__name__)
-
-DONE: JsonObject = {"result": None}  # a rank's part of a phase in which it does nothing
 
 
 def staging_bytes(pairs: Sequence[BoxTensor], limit: float | None) -> int:
@@ -67,9 +65,10 @@ class Staging:
     memory is many times slower. Copies from a GPU run on a separate stream. Never run on a GPU.
     """
 
-    def __init__(self, background: Background, device: torch.device):
+    def __init__(self, background: Background, size: int, device: torch.device):
         self.background = background
-        self.memory = torch.frombuffer(background.memory, dtype=torch.uint8)
+        os.ftruncate(background.memory, size)
+        self.memory = torch.frombuffer(mmap.mmap(background.memory, size), dtype=torch.uint8)
         self.memory.zero_()  # the pages are there before the first save
         self.end = 0  # of what has been copied and is not the writer's yet
         self.stream = None
@@ -81,22 +80,18 @@ class Staging:
             assert int(code) == 0, f"cudaHostRegister: {code}"
             self.stream = torch.cuda.Stream(device)
 
-    def fill(self, header: bytes, data: Iterable[Tensor]) -> None:
-        """Send the writer the file in waves of what the memory holds; returns with the last one on
-        its way into it.
+    def fill(self, file: Iterable[Tensor]) -> None:
+        """Send the writer the bytes of a file in waves of what the memory holds; returns with the
+        last one on its way into it.
         """
-        self.memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        self.end = len(header)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            for part in data:
+            for part in file:
                 while len(part):
                     if self.end == len(self.memory):
                         self.hand_over()
-                        taken = self.background.answer(wait=True)
-                        if "error" in taken:
-                            raise CheckpointError(taken["error"])
+                        self.background.result()
                     count = min(len(part), len(self.memory) - self.end)
                     place = self.memory[self.end : self.end + count]
                     place.copy_(part[:count], non_blocking=True)
@@ -123,15 +118,6 @@ class Staging:
             torch.cuda.current_stream().wait_event(self.copied)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A save of all ranks that went well. Training waited for `stall` of its seconds."""
-
-    bytes: int
-    seconds: float
-    stall: float
-
-
 @dataclass
 class CheckpointManager:
     """`save` a run's checkpoints under `root`: synchronously, or with `memory`, bytes of host
@@ -139,8 +125,9 @@ class CheckpointManager:
     `local_checkpoints` every save begins with one there, of which a background save is a copy.
 
     `ready` and `advance` carry a background save on from step to step; `finalize` waits for its
-    end. A failed save is logged, and stops nothing. After each save that went well `report` is
-    called with it, and older ones go by `retention`.
+    end. A failed save is logged, and stops nothing. After each save that went well older ones go by
+    `retention`, and `report(iteration, size=, seconds=, stall=)` is called: its bytes, and how long
+    it took and training waited.
     """
 
     root: Path
@@ -150,7 +137,7 @@ class CheckpointManager:
     verify: bool = False
     local_checkpoints: LocalCheckpoints | None = None
     rate: float | None = None
-    report: Callable[[int, Saved], None] = lambda iteration, saved: None
+    report: Callable[..., None] = lambda iteration, **saved: None
 
     def __post_init__(self) -> None:
         self.root = Path(self.root)
@@ -158,9 +145,7 @@ class CheckpointManager:
         self.before = list_iterations(self.root) if self.ranks.first else []
         # the save under way, which waits at each `yield` until all ranks have come so far
         self.pending: Iterator[None] | None = None
-        self.phase = 0  # of it: the number of the `yield`
-        self.outcome: JsonObject | None = None  # of this rank's part of the phase, once it is over
-        self.opened = ExitStack()  # its temporary folder and files
+        self.phase = -1  # of it: the number of the `yield`
         self.went_well = True  # the last save
         self.stall = 0.0  # seconds that the last one has held training up
         self.began = 0.0  # when it started, by time.perf_counter
@@ -169,11 +154,10 @@ class CheckpointManager:
         self.background: Background | None = None
         self.staging: Staging | None = None
         if self.memory is not None:
-            has_local = self.local_checkpoints is not None
-            self.background = Background(mmap.PAGESIZE if has_local else self.memory)
+            self.background = Background()
             self.ranks.gather_or_raise(self.background.start)
-            if not has_local:
-                self.staging = Staging(self.background, self.ranks.device)
+            if self.local_checkpoints is None:
+                self.staging = Staging(self.background, self.memory, self.ranks.device)
 
     def save(
         self,
@@ -194,99 +178,86 @@ class CheckpointManager:
                 "for it; a longer --save-interval avoids that"
             )
         self.began, self.iteration = began, iteration
-        try:
-            # 1. What has diverged is not saved; the local tier comes first.
-            if replicas is not None and self.staging is None:
-                replicas.check(self.ranks)
-            pairs = not_empty(pairs)
-            local = self.local_checkpoints is not None and self.local_checkpoints.save(
-                iteration, pairs, state
-            )
+        self.stall, self.phase = time.perf_counter() - began, -1
+        self.pending = self._phases(iteration, not_empty(pairs), state, replicas)
+        self._next_phase()
 
-            # 2. In the background from the staging memory or from the local tier, else now.
-            if self.staging is not None or (self.background is not None and local):
-                saving = self._in_background(iteration, pairs, state, replicas)
-                next(saving)
-                self.pending, self.phase = saving, 0
-            else:
-                where = self.root, iteration, pairs, state, self.ranks
-                save_checkpoint(*where, verify=self.verify, before=self.before)
-                if self.ranks.first:
-                    retire(self.root, self.retention, iteration)
-        except (UserError, OSError) as error:
-            self.close()  # its process may wait for the rest of a shard
-            self._end(error)
+    def _phases(
+        self, iteration: int, pairs: Pairs, state: JsonObject, replicas: DesyncCheck | None
+    ) -> Iterator[None]:
+        """A save: the parts of it in which training waits. Raises UserError on every rank where
+        anything prevents it on one.
+        """
+        # 1. What has diverged is not saved; the local tier comes first.
+        if replicas is not None and self.staging is None:
+            replicas.check(self.ranks)
+        local = self.local_checkpoints
+        is_local = local is not None and local.save(iteration, pairs, state)
+
+        # 2. Now, where there is nothing that the writer processes can read.
+        if self.background is None or not (self.staging or is_local):
+            options = {"verify": self.verify, "before": self.before}
+            save_checkpoint(self.root, iteration, pairs, state, self.ranks, **options)
+            if self.ranks.first:
+                retire(self.root, self.retention, iteration)
             return
-        self.stall = time.perf_counter() - began
-        if self.pending is None:
-            self._end()
+        saving = self._in_background(iteration, pairs, state, replicas)
+        pairs = []  # tensors that were made for the save need not last until it is over
+        yield from saving
 
     def _in_background(
         self, iteration: int, pairs: Pairs, state: JsonObject, replicas: DesyncCheck | None
     ) -> Iterator[None]:
-        """A save by the writer processes. Raises UserError on every rank where anything prevents it
-        on one.
-        """
-        # 1. Every rank's process writes its shard.
-        attempt = Attempt(self.root, iteration, self.ranks, state, int(bool(pairs)))
-        self.opened.enter_context(attempt)
-        attempt.gather_or_raise(lambda: self._start_writing(attempt, pairs))
-        pairs = []  # tensors that were made for the save need not last until it is over
-        yield
-        results = attempt.gather_or_raise(self._result)
+        background = self.background
+        with (
+            Attempt(self.root, iteration, self.ranks, state, int(bool(pairs))) as attempt,
+            ExitStack() as opened,
+            background.closed_on_error(),
+        ):
+            # 1. Every rank's process writes its shard.
+            where = {"root": str(self.root), "iteration": iteration, "folder": str(attempt.folder)}
+            attempt.gather_or_raise(lambda: self._start_writing(attempt, where, pairs, opened))
+            pairs = []
+            yield
+            written = attempt.gather_or_raise(lambda: (background.result(), self.ranks.who))
+            shards = [record | who for record, who in written if record is not None]
 
-        # 2. Shards of diverged replicas are written, and not committed.
-        if replicas is not None and self.staging is not None:
-            replicas.check(self.ranks)
+            # 2. Shards of diverged replicas are written, and not committed.
+            if replicas is not None and self.staging is not None:
+                replicas.check(self.ranks)
 
-        # 3. The first rank's process commits the checkpoint.
-        shards = [record | who for record, who in results if record is not None]
-        self._start_commit(attempt, shards, state)
-        yield
-        attempt.gather_or_raise(self._result)
+            # 3. The first rank's process commits the checkpoint.
+            if self.ranks.first:
+                content = {"attempt": attempt.name, "shards": shards, "state": state}
+                retention = asdict(self.retention)
+                background.call(
+                    "commit", **where, **content, before=self.before, retention=retention
+                )
+            yield
+            attempt.gather_or_raise(background.result)
 
-    def _result(self) -> Any:
-        if "error" in self.outcome:
-            raise CheckpointError(self.outcome["error"])
-        return self.outcome["result"], self.ranks.who
-
-    def _start_writing(self, attempt: Attempt, pairs: Pairs) -> None:
-        self.outcome = DONE
-        if attempt.index is None:
+    def _start_writing(
+        self, attempt: Attempt, where: JsonObject, pairs: Pairs, opened: ExitStack
+    ) -> None:
+        """Have the process write this rank's shard, if there is one."""
+        number, iteration = attempt.index, attempt.iteration
+        if number is None:
             return
-        options = {"index": attempt.index, "verify": self.verify, "rate": self.rate}
-        if self.staging is None:
-            path, record = self.local_checkpoints.shard(attempt.iteration, attempt.index)
+        options = {**where, "index": number, "verify": self.verify, "rate": self.rate}
+        if self.staging is not None:
+            header, data = shard_content(pairs, number, attempt.shards, iteration)
+            size = len(header) + shard_bytes(pairs)
+            source = f"/proc/self/fd/{self.background.memory}"
+            self.background.call("write", **options, source=source, size=size)
+            head = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            self.staging.fill(chain([head], data))
+        else:
+            path, record = self.local_checkpoints.shard(iteration, number)
             # open, for it may be removed in the local tier before it has been copied
-            shard = self.opened.enter_context(open(path, "rb"))
-            source = f"/proc/{os.getpid()}/fd/{shard.fileno()}"
-            copied = {"source": source, "record": record, "bytes": record["bytes"]}
-            self._send(attempt, "copy", options | copied)
-            return
-        pairs = in_file_order(pairs)
-        header = shard_header(pairs, attempt.index, attempt.shards, attempt.iteration)
-        size = len(header) + shard_bytes(pairs)
-        self._send(attempt, "write", options | {"header": len(header), "bytes": size})
-        self.staging.fill(header, data_bytes(pairs))
-
-    def _start_commit(self, attempt: Attempt, shards: list[JsonObject], state: JsonObject) -> None:
-        """An error is the outcome of the phase: all ranks learn of it at its end."""
-        self.outcome = DONE
-        if not self.ranks.first:
-            return
-        what = {"attempt": attempt.name, "shards": shards, "state": state}
-        kept = {"before": self.before, "retention": asdict(self.retention)}
-        try:
-            self._send(attempt, "commit", what | kept)
-        except (CheckpointError, OSError) as error:
-            self.outcome = {"error": not_saved(self.root, self.iteration, error)}
-
-    def _send(self, attempt: Attempt, do: str, what: JsonObject) -> None:
-        """Have the writer process do something. Raises CheckpointError."""
-        self.outcome = None
-        self.background.start()
-        where = {"root": str(self.root), "folder": str(attempt.folder)}
-        self.background.send({"do": do, "iteration": attempt.iteration} | where | what)
+            shard = opened.enter_context(open(path, "rb"))
+            source, size = f"/proc/{os.getpid()}/fd/{shard.fileno()}", record["bytes"]
+            self.background.call("write", **options, source=source, size=size, record=record)
+            self.background.send({"bytes": size})
 
     def before_update(self) -> None:
         """The tensors are about to change: the current stream waits for the copies of a save under
@@ -303,8 +274,7 @@ class CheckpointManager:
         """
         if self.pending is None:
             return [] if self.background is None else [0.0, 0.0]
-        self._look(wait=False)
-        done = float(self.outcome is not None)
+        done = float(self._is_done(wait=False))
         return [done, 0.0] if self.phase == 0 else [1.0, done]
 
     def advance(self, sums: Sequence[float]) -> None:
@@ -318,12 +288,10 @@ class CheckpointManager:
         """Wait for the save under way; whether the last one went well. All ranks call it
         together.
         """
-        began = time.perf_counter()
         while self.pending is not None:
-            self._look(wait=True)
-            now = time.perf_counter()
-            self.stall += now - began
-            began = now
+            began = time.perf_counter()
+            self._is_done(wait=True)
+            self.stall += time.perf_counter() - began
             self._next_phase()
         return self.went_well
 
@@ -331,47 +299,47 @@ class CheckpointManager:
         """End the writer process, if there is one, whatever it does."""
         if self.background is not None:
             self.background.close()
-        self.opened.close()
+        if self.pending is not None:
+            self.pending.close()
 
-    def _look(self, *, wait: bool) -> None:
-        """See what has become of this rank's part of the phase."""
+    def _is_done(self, *, wait: bool) -> bool:
+        """Whether this rank's part of the phase is over."""
         staging = self.staging
-        if self.outcome is not None or (staging and staging.end and not (wait or staging.is_here)):
-            return
-        try:
-            if staging and staging.end:
-                staging.hand_over()
-            self.outcome = self.background.answer(wait=wait)
-        except CheckpointError as error:
-            self.outcome = {"error": not_saved(self.root, self.iteration, error)}
+        if staging is not None and staging.end:
+            if not (wait or staging.is_here):
+                return False
+            staging.hand_over()
+        return self.background.is_done(wait=wait)
 
     def _next_phase(self) -> None:
         """All ranks call this when every one has done its part of the phase."""
+        began = time.perf_counter()
         # a generator that an error has ended would look like one that went well
         saving, self.pending = self.pending, None
+        fault: Exception | None = None
         try:
             next(saving)
             self.pending, self.phase = saving, self.phase + 1
         except StopIteration:
-            self._end()
-        except UserError as error:
-            self._end(error)
+            pass
+        except (UserError, OSError) as error:
+            fault = error
+        self.stall += time.perf_counter() - began
+        if self.pending is None:
+            self._end(fault)
 
-    def _end(self, error: Exception | None = None) -> None:
-        self.opened.close()
-        self.pending = None
-        self.went_well = error is None
-        if error is not None:
-            logger.warning(f"iteration {self.iteration} was NOT saved. {error}")
-        elif self.ranks.first:
-            self._log_saved()
-
-    def _log_saved(self) -> None:
+    def _end(self, fault: Exception | None) -> None:
+        self.went_well = fault is None
+        if fault is not None:
+            logger.warning(f"iteration {self.iteration} was NOT saved. {fault}")
+            return
+        if not self.ranks.first:
+            return
         folder = self.root / iteration_folder(self.iteration)
         size = sum(shard["bytes"] for shard in read_manifest(folder)["shards"])
-        saved = Saved(size, time.perf_counter() - self.began, self.stall)
+        seconds = time.perf_counter() - self.began
         logger.info(
-            f" saved checkpoint {folder}: {size / GB:.2f} GB in {saved.seconds:.1f} s, "
-            f"{size / GB / saved.seconds:.2f} GB/s; training waited {self.stall:.1f} s"
+            f" saved checkpoint {folder}: {size / GB:.2f} GB in {seconds:.1f} s, "
+            f"{size / GB / seconds:.2f} GB/s; training waited {self.stall:.1f} s"
         )
-        self.report(self.iteration, saved)
+        self.report(self.iteration, size=size, seconds=seconds, stall=self.stall)

@@ -134,23 +134,23 @@ def write_shard(
     """Write shard `index` of `shards` and its digest table into `folder`; `options` and result as
     `write_shard_file`'s.
     """
-    pairs = in_file_order(pairs)
-    data = (
-        memoryview(part.cpu().numpy()) for each in data_bytes(pairs) for part in each.split(PIECE)
-    )
-    return write_shard_file(
-        folder, index, shard_header(pairs, index, shards, iteration), data, **options
-    )
+    header, data = shard_content(pairs, index, shards, iteration)
+    pieces = (memoryview(part.cpu().numpy()) for each in data for part in each.split(PIECE))
+    return write_shard_file(folder, index, header, pieces, **options)
+
+
+def shard_content(
+    pairs: Pairs, index: int, shards: int, iteration: int
+) -> tuple[bytes, Iterator[Tensor]]:
+    """The header of a shard file that holds `pairs`, and its data as flat tensors of bytes."""
+    # wide items first, which keeps every tensor aligned to its item size
+    pairs = sorted(pairs, key=lambda pair: -pair[1].element_size())
+    return shard_header(pairs, index, shards, iteration), data_bytes(pairs)
 
 
 def shard_bytes(pairs: Iterable[BoxTensor]) -> int:
     """Bytes of the data of a shard that holds `pairs`."""
     return sum(math.prod(box.extent) * tensor.element_size() for box, tensor in pairs)
-
-
-def in_file_order(pairs: Pairs) -> Pairs:
-    """Wide items first, which keeps every tensor aligned to its item size."""
-    return sorted(pairs, key=lambda pair: -pair[1].element_size())
 
 
 def shard_header(pairs: Pairs, index: int, shards: int, iteration: int) -> bytes:

@@ -14,7 +14,7 @@ from megatron.checkpoint.desync import DesyncCheck
 from megatron.checkpoint.lease import Lease, take_lease
 from megatron.checkpoint.local.checkpoints import LocalCheckpoint, LocalCheckpoints
 from megatron.checkpoint.local.nodes import adopt_run_id
-from megatron.checkpoint.manager import CheckpointManager, Saved, staging_bytes
+from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -151,10 +151,6 @@ def make_manager(
     if local_checkpoints is not None and not config.evaluation.skip_train:
         local_checkpoints.require_space(shard_bytes(pairs), options.async_save)
 
-    def report(iteration: int, saved: Saved) -> None:
-        metrics = save_metrics(size=saved.bytes, seconds=saved.seconds, stall=saved.stall)
-        tracker.log(iteration, metrics)
-
     return CheckpointManager(
         Path(options.save),
         ranks,
@@ -163,7 +159,7 @@ def make_manager(
         verify=options.verify_integrity,
         local_checkpoints=local_checkpoints,
         rate=options.save_rate_limit,
-        report=report,
+        report=lambda iteration, **saved: tracker.log(iteration, save_metrics(**saved)),
     )
 
 

@@ -101,7 +101,7 @@ def in_background(root: Path, first: int, ranks: Ranks, report_line: Report) -> 
         save_and_train(saver, saver, iteration, rng.randrange(20))
 
 
-def report_saved(report_line: Report, iteration: int, _: bool) -> None:
+def report_saved(report_line: Report, iteration: int, **_: float) -> None:
     report_line(str(iteration))
 
 

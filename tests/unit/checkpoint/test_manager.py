@@ -20,7 +20,7 @@ from megatron.checkpoint import files, manifest
 from megatron.checkpoint.files import WriteProgress
 from megatron.checkpoint.local import checkpoints
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
-from megatron.checkpoint.manager import CheckpointManager, Saved, staging_bytes
+from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import open_checkpoint
@@ -169,13 +169,13 @@ def test_a_commit_that_cannot_start_fails_the_save(tmp_path, made, log_lines):
 
 def test_training_waits_for_all_of_a_save_at_the_end(tmp_path, made):
     """What is compared between two phases counts, too."""
-    reports: list[Saved] = []
+    reports: list[dict[str, float]] = []
     background = made(
-        tmp_path, enough(tensors()), report=lambda iteration, saved: reports.append(saved)
+        tmp_path, enough(tensors()), report=lambda iteration, **saved: reports.append(saved)
     )
     replicas = SimpleNamespace(check=lambda ranks: time.sleep(1.0))
     background.save(1, pairs(tensors()), STATE, replicas)
-    assert background.finalize() and reports[0].stall >= 1.0
+    assert background.finalize() and reports[0]["stall"] >= 1.0
 
 
 # ---- lines about a save --------------------------------------------------------------------------
