@@ -17,7 +17,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -228,4 +228,4 @@ def _waves(trainer: Connection, source: str, size: int) -> Iterator[memoryview]:
             _send(trainer, DONE)
 
 
-COMMANDS = {"write": _write, "commit": _commit}
+COMMANDS: dict[str, Callable[..., Any]] = {"write": _write, "commit": _commit}

@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -144,7 +144,7 @@ class CheckpointManager:
         # iterations that were there before this run, on the first rank
         self.before = list_iterations(self.root) if self.ranks.first else []
         # the save under way, which waits at each `yield` until all ranks have come so far
-        self.pending: Iterator[None] | None = None
+        self.pending: Generator[None] | None = None
         self.phase = -1  # of it: the number of the `yield`
         self.went_well = True  # the last save
         self.stall = 0.0  # seconds that the last one has held training up
@@ -184,7 +184,7 @@ class CheckpointManager:
 
     def _phases(
         self, iteration: int, pairs: Pairs, state: JsonObject, replicas: DesyncCheck | None
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """A save: the parts of it in which training waits. Raises UserError on every rank where
         anything prevents it on one.
         """
@@ -196,8 +196,8 @@ class CheckpointManager:
 
         # 2. Now, where there is nothing that the writer processes can read.
         if self.background is None or not (self.staging or is_local):
-            options = {"verify": self.verify, "before": self.before}
-            save_checkpoint(self.root, iteration, pairs, state, self.ranks, **options)
+            where = self.root, iteration, pairs, state, self.ranks
+            save_checkpoint(*where, verify=self.verify, before=self.before)
             if self.ranks.first:
                 retire(self.root, self.retention, iteration)
             return
@@ -207,7 +207,7 @@ class CheckpointManager:
 
     def _in_background(
         self, iteration: int, pairs: Pairs, state: JsonObject, replicas: DesyncCheck | None
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         background = self.background
         with (
             Attempt(self.root, iteration, self.ranks, state, int(bool(pairs))) as attempt,
@@ -215,8 +215,8 @@ class CheckpointManager:
             background.closed_on_error(),
         ):
             # 1. Every rank's process writes its shard.
-            where = {"root": str(self.root), "iteration": iteration, "folder": str(attempt.folder)}
-            attempt.gather_or_raise(lambda: self._start_writing(attempt, where, pairs, opened))
+            place = {"root": str(self.root), "folder": str(attempt.folder), "iteration": iteration}
+            attempt.gather_or_raise(lambda: self._start_writing(attempt, place, pairs, opened))
             pairs = []
             yield
             written = attempt.gather_or_raise(lambda: (background.result(), self.ranks.who))
@@ -231,19 +231,19 @@ class CheckpointManager:
                 content = {"attempt": attempt.name, "shards": shards, "state": state}
                 retention = asdict(self.retention)
                 background.call(
-                    "commit", **where, **content, before=self.before, retention=retention
+                    "commit", **place, **content, before=self.before, retention=retention
                 )
             yield
             attempt.gather_or_raise(background.result)
 
     def _start_writing(
-        self, attempt: Attempt, where: JsonObject, pairs: Pairs, opened: ExitStack
+        self, attempt: Attempt, place: dict[str, object], pairs: Pairs, opened: ExitStack
     ) -> None:
         """Have the process write this rank's shard, if there is one."""
         number, iteration = attempt.index, attempt.iteration
         if number is None:
             return
-        options = {**where, "index": number, "verify": self.verify, "rate": self.rate}
+        options = {**place, "index": number, "verify": self.verify, "rate": self.rate}
         if self.staging is not None:
             header, data = shard_content(pairs, number, attempt.shards, iteration)
             size = len(header) + shard_bytes(pairs)
