@@ -118,14 +118,19 @@ def _goodput(folder: Path) -> Goodput | None:
 
 def _profile(metrics: Path, config: dict[str, Any] | None) -> tuple[tuple[StepParts, ...], str]:
     """The steps of the traces of a run, and why there are none where a trace is damaged."""
-    groups = (config or {}).get("config")
-    logging = groups.get("logging") if isinstance(groups, dict) else None
-    chosen = logging.get("profile_dir") if isinstance(logging, dict) else None
+    chosen = _inner(config, "config", "logging", "profile_dir")
     folder = Path(chosen) if isinstance(chosen, str) else metrics.parent / "profile"
     try:
         return tuple(step_table(folder)), ""
     except (UserError, OSError) as error:
         return (), str(error)
+
+
+def _inner(value: Any, *names: str) -> Any:
+    """A value of nested dictionaries; None where there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def short_names(files: list[Path]) -> list[str]:
@@ -342,16 +347,12 @@ def differences(runs: list[LoggedRun]) -> list[tuple[str, list[str]]]:
 
 
 def _settings(config: dict[str, Any] | None) -> dict[str, str]:
-    groups = (config or {}).get("config")
-    banner = (config or {}).get("banner")
-    return {
-        flag_name(name): ", ".join(shown for _, shown in flattened(value))
-        for group in (groups.values() if isinstance(groups, dict) else ())
-        if isinstance(group, dict)
-        for name, value in group.items()
-        if name not in BOOKKEEPING
-    } | {
-        name: ", ".join(shown for _, shown in flattened(banner[name]))
-        for name in _BANNER
-        if isinstance(banner, dict) and name in banner
-    }
+    found, groups = {}, _inner(config, "config")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        for name, value in group.items() if isinstance(group, dict) else ():
+            if name not in BOOKKEEPING:
+                found[flag_name(name)] = value
+    for name in _BANNER:
+        if (value := _inner(config, "banner", name)) is not None:
+            found[name] = value
+    return {name: ", ".join(text for _, text in flattened(value)) for name, value in found.items()}

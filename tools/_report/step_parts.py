@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatron.config.errors import UserError
 
 Event = dict[str, Any]
@@ -139,9 +141,9 @@ def parts_of_events(rank: int, events: list[Event]) -> list[StepParts]:
         layers = _layers_of_device(named, device, launched)
     else:
         layers = _layers_of_thread(named, events, steps[0][2])
-    merged = [(name, _merged(intervals)) for name, intervals in layers]
+    tables = [(name, np.array([*intervals]).reshape(-1, 2)) for name, intervals in layers]
     return [
-        StepParts(rank, iteration, (window[1] - window[0]) / 1e6, _parts(window, merged))
+        StepParts(rank, iteration, (window[1] - window[0]) / 1e6, _parts(window, tables))
         for window, (_, iteration, _) in zip(windows, steps, strict=True)
     ]
 
@@ -150,52 +152,28 @@ def _interval(event: Event) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def _parts(window: Interval, layers: list[tuple[str, list[Interval]]]) -> dict[str, float]:
+def _parts(window: Interval, layers: list[tuple[str, np.ndarray]]) -> dict[str, float]:
     """Seconds of each part: a moment is that of the first layer that is on."""
+    inside = [intervals.clip(*window) for _, intervals in layers]
+    # between two of these moments nothing begins or ends
+    moments = np.unique(np.concatenate([window, *map(np.ravel, inside)]))
+    owner = np.full(len(moments) - 1, len(layers))  # the host, where nothing is on
+    for number in reversed(range(len(layers))):
+        begins, ends = np.searchsorted(moments, inside[number]).T
+        begun, ended = (np.bincount(at, minlength=len(moments)) for at in (begins, ends))
+        is_on = (begun - ended).cumsum()[:-1] > 0
+        owner[is_on] = number
+    seconds = np.bincount(owner, np.diff(moments), len(layers) + 1) / 1e6
     found: dict[str, float] = {}
-    free = [window] if window[1] > window[0] else []
-    for name, intervals in layers:
-        taken, free = _cut(free, intervals)
-        found[name] = found.get(name, 0.0) + taken / 1e6
-    found[HOST] = sum(end - begin for begin, end in free) / 1e6
-    order = sorted(found, key=_place)
-    return {name: found[name] for name in order if found[name]}
+    for name, value in zip([*(name for name, _ in layers), HOST], seconds.tolist()):
+        found[name] = found.get(name, 0.0) + value
+    return {name: found[name] for name in sorted(found, key=_place) if found[name]}
 
 
 def _place(name: str) -> tuple[int, str]:
     """Of a part in a table."""
     names = (COMPUTE, "optimizer", EXPOSED, BUBBLE, HOST, *SECTIONS)
     return names.index(EXPOSED if name.startswith(EXPOSED) else name), name
-
-
-def _cut(free: list[Interval], busy: list[Interval]) -> tuple[float, list[Interval]]:
-    """How much of `free` is busy, and the rest of it; both in order, without overlaps."""
-    taken, left, first = 0.0, [], 0
-    for begin, end in free:
-        while first < len(busy) and busy[first][1] <= begin:
-            first += 1
-        at = first
-        while at < len(busy) and busy[at][0] < end:
-            low, high = max(busy[at][0], begin), min(busy[at][1], end)
-            if low > begin:
-                left.append((begin, low))
-            taken += high - low
-            begin = high
-            at += 1
-        if begin < end:
-            left.append((begin, end))
-    return taken, left
-
-
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments, in order and without overlaps."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found
 
 
 def _part_of_collective(name: str) -> str | None:

@@ -8,12 +8,14 @@ thing the last counts.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.tools._report.metrics_file import read_json_lines
+
 from megatron.config.errors import UserError
+from megatron.observe.json_lines import JsonLines
 
 RAW = "raw.jsonl"
 FINISHED = "ok"  # status of a run that did all its iterations
@@ -34,17 +36,13 @@ class RawRows(NamedTuple):
 
 
 def append(folder: Path, line: Line) -> None:
-    """Add one line with one write. A line that a kill has torn before it is ended first."""
-    text = (json.dumps(line, allow_nan=False) + "\n").encode()
-    descriptor = os.open(folder / RAW, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    """Add one line, which is on the disk then."""
+    file = JsonLines(folder / RAW)
     try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            text = b"\n" + text
-        os.write(descriptor, text)
-        os.fsync(descriptor)
+        file.append(line)
+        os.fsync(file.fd)
     finally:
-        os.close(descriptor)
+        file.close()
 
 
 def read(folder: Path) -> RawRows:
@@ -55,21 +53,14 @@ def read(folder: Path) -> RawRows:
     path = folder / RAW
     if not path.exists():
         return found
-    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    good = 0
-    for text in lines:
-        try:
-            line = json.loads(text)
-            kind = line["kind"]
-            if kind == "study":
-                found = found._replace(header=line)
-            elif kind == "run":
-                found.runs[line["key"], line["repeat"]] = line
-            elif kind == "prediction":
-                found.predictions[line["key"]] = line
-        except (ValueError, KeyError, TypeError):
-            continue
-        good += 1
-    if lines and not good:
+    for line in read_json_lines(path):
+        kind = line.get("kind")
+        if kind == "study":
+            found = found._replace(header=line)
+        elif kind == "run" and {"key", "repeat"} <= line.keys():
+            found.runs[line["key"], line["repeat"]] = line
+        elif kind == "prediction" and "key" in line:
+            found.predictions[line["key"]] = line
+    if not any(found) and path.stat().st_size:
         raise UserError(f"{path}: not the raw rows of a study: no line has a kind")
     return found
