@@ -4,7 +4,7 @@ A table of mutants is text:
 
     = megatron/model/mlp.py MLP.__init__
     no sum of row-parallel biases | documents tp2 sp
-        grad_sum=parts_under(sequence) => grad_sum=()
+        grad_sum=tp.sequence => grad_sum=False
 
 A line with `=` names the function that the lines after it edit; `name | where` begins a mutant,
 `where` being the row, the case or the file of tests that must find it; indented lines are its

@@ -10,7 +10,7 @@ from megatron.config.groups import ModelConfig
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import MicroBatch, TransformerLayer
 from megatron.model.model_parallel import ModelParallel
-from megatron.model.spec import declare_grad_sum, parts_under
+from megatron.model.spec import declare_grad_sum
 
 WIDTH = 8
 
@@ -36,7 +36,7 @@ class AdaptedLayer(TransformerLayer):
         self.adapter = Adapter(config.hidden_size)
         # Every tensor-parallel rank holds the adapter. Under sequence parallelism each applies it
         # to its part of the sequence, so gradients are summed over the ranks.
-        declare_grad_sum(self.adapter, parts_under(parallel.tp.sequence))
+        declare_grad_sum(self.adapter, parallel.tp.sequence)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         y = super().forward(x, micro)

@@ -38,7 +38,6 @@ from megatron.model.spec import (
     Shard,
     matrix,
     normal,
-    parts_under,
     spec_of,
     whole_on_every_rank,
 )
@@ -72,16 +71,17 @@ def vocabulary_matrix(
 ) -> ParameterSpec:
     """The matrix [v, h] of the word embedding, or of the `head`, if it is another one."""
     tied = not config.untie_embeddings_and_output_weights
-    name, kind = ("head", "head") if head and not tied else ("embedding.word", "embedding")
+    name = "head" if head and not tied else "embedding.word"
     return matrix(
         f"{name}.weight",
         (vocab_size, config.hidden_size),
         normal(config),
-        kind,
+        is_gemm=False,
+        is_table=True,
         shard=Shard(0),
         # Tied: the first and the last pipeline stage hold copies, whose gradients are summed.
         copies="tied" if tied else None,
-        grad_sum=("tied",) if tied else (),
+        grad_sum=tied,
         stored=padded_vocab,
         decoupled_lr=True,
     )
@@ -111,8 +111,8 @@ class ScalarSpec:
 
     name: str
     in_objective: bool = False  # differentiated along with the loss, as an auxiliary loss is
-    # axes of which each rank returns its own part of the sum: ("tp",) under sequence parallelism
-    parts: tuple[str, ...] = ()
+    # each tensor-parallel rank returns a part of the sum, as under sequence parallelism
+    is_part: bool = False
     size: int = 1
 
 
@@ -200,10 +200,9 @@ class TransformerLayer(Layer):
         self.record = record = layer_records(config)[index]
         self.rotates = record.rotary
         self.window_number = windows_of(config).index(record.window)
-        sums = parts_under(parallel.tp.sequence)
 
         def norm(name: str) -> AddNorm:
-            return AddNorm(config, name, config.hidden_size, sums)
+            return AddNorm(config, name, config.hidden_size, grad_sum=parallel.tp.sequence)
 
         def dropout(*names: object) -> Dropout:
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
@@ -243,7 +242,8 @@ class TransformerLayer(Layer):
             "embedding.position.weight",
             (config.max_position_embeddings, config.hidden_size),
             normal(config),
-            "embedding",
+            is_gemm=False,
+            is_table=True,
             **whole_on_every_rank(tp),
         )
         return Embedding(table)
@@ -253,7 +253,7 @@ class TransformerLayer(Layer):
         if not layer_records(config)[index].experts:
             return ()
         return tuple(
-            ScalarSpec(name, name == AUX_LOSS, parts_under(sequence), size)
+            ScalarSpec(name, name == AUX_LOSS, sequence, size)
             # under SP each rank sums over its part of the sequence
             for name, size in aux_outputs(config, index)
         )

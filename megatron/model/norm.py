@@ -155,10 +155,10 @@ NORMS = {
 
 class Norm(nn.Module):
     """The norm over the last dimension [size] that `config` names, of NORMS: a scale and, where the
-    kind has one, a bias. `grad_sum`: of tensor-parallel ranks, which all hold them whole.
+    kind has one, a bias. `grad_sum`: over tensor-parallel ranks, which all hold them whole.
     """
 
-    def __init__(self, config: ModelConfig, name: str, size: int, grad_sum: tuple[str, ...] = ()):
+    def __init__(self, config: ModelConfig, name: str, size: int, grad_sum: bool = False):
         super().__init__()
         kind, self.eps = NORMS[config.normalization], config.norm_epsilon
         self.backend = config.norm_backend if kind.kernels else "torch"

@@ -74,8 +74,8 @@ class TensorSpec:
 
     `copies`: who holds the same part of it, data-parallel ranks left out: all tensor-parallel ranks
     ("tp"), those that share a key/value head ("kv"), both ends of a pipeline ("tied"), or none.
-    `grad_sum`: those of them whose gradients are parts of a sum. None: nothing is known of it, as
-    of an ordinary module without a declaration. `stored`: rows with padding, if there is any.
+    `grad_sum`: whether their gradients are parts of a sum. None: nothing is known of it, as of an
+    ordinary module without a declaration. `stored`: rows with padding, if there is any.
     `group`: whose gradients are added up over data-parallel ranks; "dense" is all of them,
     "expert" those that hold the same experts; a "state" is not trained, but kept with the weights.
     `expert`: the number of the expert that it is a part of, and how many there are.
@@ -84,15 +84,15 @@ class TensorSpec:
     name: str  # as in a checkpoint: layers.3.attention.q.weight
     shape: tuple[int, ...]  # global, without padding
     init: Init
-    kind: str  # matrix, vector, embedding, head, state
     decay: bool = True
     shard: Shard | None = None
     copies: str | None = None
-    grad_sum: tuple[str, ...] | None = ()
+    grad_sum: bool | None = False
     stored: int | None = None
     group: str = "dense"
     decoupled_lr: bool = False
     expert: tuple[int, int] | None = None
+    is_table: bool = False  # rows are entries of the vocabulary, or positions
 
     def is_held(self, rank: int, ranks: int) -> bool:
         """Whether one of that many expert-parallel ranks holds it."""
@@ -211,25 +211,21 @@ class ParameterSpec:
         return tuple(boxes)
 
 
-def vector(
-    name: str, size: int, init: Init = ZEROS, kind: str = "vector", **declared: Any
-) -> ParameterSpec:
+def vector(name: str, size: int, init: Init = ZEROS, **declared: Any) -> ParameterSpec:
     """A vector [size] without weight decay: a bias, a norm's scale, a router's state."""
-    return ParameterSpec((TensorSpec(name, (size,), init, kind, decay=False, **declared),))
+    return ParameterSpec((TensorSpec(name, (size,), init, decay=False, **declared),))
 
 
 def matrix(
     name: str,
     shape: tuple[int, int],
     init: Init,
-    kind: str = "matrix",
     *,
-    is_gemm: bool | None = None,
+    is_gemm: bool = True,
     **declared: Any,
 ) -> ParameterSpec:
-    """One matrix; if its kind is "matrix", by default the weight of a linear layer."""
-    is_gemm = kind == "matrix" if is_gemm is None else is_gemm
-    return ParameterSpec((TensorSpec(name, shape, init, kind, **declared),), is_gemm=is_gemm)
+    """One matrix, by default the weight of a linear layer."""
+    return ParameterSpec((TensorSpec(name, shape, init, **declared),), is_gemm=is_gemm)
 
 
 def fuse(parameters: Iterable[ParameterSpec], interleave: int = 1) -> ParameterSpec:
@@ -246,24 +242,18 @@ def normal(config: ModelConfig, *, residual_output: bool = False) -> Init:
     return Init(std / (2 * config.num_layers) ** 0.5 if residual_output else std)
 
 
-def parts_under(sequence: bool) -> tuple[str, ...]:
-    """`grad_sum` of what every tensor-parallel rank holds whole and applies to its own part of the
-    sequence: a part of the sum under sequence parallelism, else the whole.
-    """
-    return ("tp",) if sequence else ()
-
-
 def whole_on_every_rank(tp: TensorParallel) -> dict[str, Any]:
     """Keyword arguments of `matrix` and `vector` for a tensor that every tensor-parallel rank holds
-    whole and applies to its part of the sequence.
+    whole and applies to its part of the sequence: under sequence parallelism its gradient is a part
+    of the sum, else the whole.
     """
-    return {"copies": "tp", "grad_sum": parts_under(tp.sequence)}
+    return {"copies": "tp", "grad_sum": tp.sequence}
 
 
-def declare_grad_sum(module: nn.Module, grad_sum: tuple[str, ...]) -> None:
+def declare_grad_sum(module: nn.Module, grad_sum: bool) -> None:
     """Declare of an ordinary module, which every tensor-parallel rank holds whole, whether the
-    ranks' gradients are parts of a sum ("tp",), as between our layers under sequence parallelism
-    (`parts_under`), or whole on each of them ().
+    ranks' gradients are parts of a sum, as between our layers under sequence parallelism, or whole
+    on each of them.
     """
     for parameter in module.parameters():
         parameter.grad_sum = grad_sum
@@ -282,7 +272,6 @@ def spec_of(name: str, parameter: nn.Parameter, config: ModelConfig) -> Paramete
         name,
         shape,
         init=normal(config) if is_matrix else ZEROS if bias else ONES,
-        kind="matrix" if is_matrix else "vector",
         decay=is_matrix,
         copies="tp",
         grad_sum=getattr(parameter, "grad_sum", None),

@@ -41,7 +41,7 @@ def of_matrices(entry: BufferEntry) -> bool:
     bias.
     """
     return bool(entry.boxes) and all(
-        box.spec is not None and box.spec.kind == "matrix" and len(box.shape) == 2
+        box.spec is not None and not box.spec.is_table and len(box.shape) == 2
         for box in entry.boxes
     )
 

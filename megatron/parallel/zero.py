@@ -295,7 +295,7 @@ def _partial_views(blocks: list[Block], name: str) -> Iterator[Tensor]:
     for block in blocks:
         for entry in block.entries:
             for box in entry.boxes:
-                if name in (box.spec.grad_sum or ()):
+                if box.spec.grad_sum and box.spec.copies == name:
                     # Both ends of a pipeline cut a tied matrix into the same slices: it is all of
                     # its block.
                     is_all = len(block.entries) == 1

@@ -232,7 +232,7 @@ def run_micro_batches(
     # the sum over all ranks counts each part once.
     scalars = {
         spec.name: found.scalars[spec.name].reshape(spec.size)
-        if spec.name in found.scalars and (run.groups.tp.rank == 0 or "tp" in spec.parts)
+        if spec.name in found.scalars and (run.groups.tp.rank == 0 or spec.is_part)
         else losses.new_zeros(spec.size)
         for spec in run.model.scalars
     }

@@ -12,17 +12,17 @@ from parity.layouts import Row, read_row
 TABLE = r"""
 = megatron/model/layer.py TransformerLayer.__init__
 no sum of layer norms | llama tp2 sp serial
-    config.hidden_size, sums) =>
-        config.hidden_size, () if name.endswith("input_norm") else sums)
+    grad_sum=parallel.tp.sequence =>
+        grad_sum=parallel.tp.sequence and not name.endswith("input_norm")
 = megatron/model/mlp.py MLP.__init__
 no sum of row-parallel biases | documents tp2 sp
     h, **whole_on_every_rank(tp) => h, copies="tp"
 = megatron/model/attention/attention.py SelfAttention.make_projections
 no sum of QK norms | mqa-qknorm-bias tp2 dp2
-    grad_sum=("tp",) => grad_sum=()
+    grad_sum=True => grad_sum=False
 = megatron/model/attention/attention.py fused_qkv
 no sum of shared key/value heads | mqa-bias tp2
-    "grad_sum": ("kv",) => "grad_sum": ()
+    "grad_sum": True => "grad_sum": False
 = megatron/model/linear.py _RowLinear.forward
 no sum of a row-parallel layer's outputs | gpt tp2
     y = all_reduce(gemm(x, weight), tp.axis) => y = gemm(x, weight)

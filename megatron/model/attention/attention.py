@@ -313,7 +313,7 @@ def fused_qkv(config: ModelConfig, name: str) -> tuple[ParameterSpec, ParameterS
     ranks hold (and draw) the same one.
     """
     d, groups = config.kv_channels, config.num_query_groups
-    of_groups = {"shard": Shard(0, groups), "copies": "kv", "grad_sum": ("kv",)}
+    of_groups = {"shard": Shard(0, groups), "copies": "kv", "grad_sum": True}
     weights, biases = [], []
     for part in "qkv":
         rows = d * (config.num_attention_heads if part == "q" else groups)
@@ -337,7 +337,7 @@ class SelfAttention(Attention):
         self.proj = self.output_projection(name)
         # every rank sees its own heads alone
         self.q_norm, self.k_norm = (
-            Norm(config, f"{name}.{each}", config.kv_channels, grad_sum=("tp",))
+            Norm(config, f"{name}.{each}", config.kv_channels, grad_sum=True)
             if config.qk_layernorm
             else None
             for each in ("q_norm", "k_norm")

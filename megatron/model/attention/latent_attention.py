@@ -29,7 +29,7 @@ from megatron.model.linear import ColumnLinear, Linear
 from megatron.model.linear_map import linear_map
 from megatron.model.model_parallel import TensorParallel
 from megatron.model.norm import Norm
-from megatron.model.spec import Shard, matrix, normal, parts_under, whole_on_every_rank
+from megatron.model.spec import Shard, matrix, normal, whole_on_every_rank
 
 
 def _for_all_heads(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -132,7 +132,7 @@ class LatentAttention(Attention):
         # Some families of models give the norms of latents a separate epsilon.
         epsilon = config.latent_norm_epsilon or config.norm_epsilon
         config = dataclasses.replace(config, norm_epsilon=epsilon)
-        return Norm(config, name, size, parts_under(self.tp.sequence))
+        return Norm(config, name, size, self.tp.sequence)
 
     def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         config = self.config

@@ -117,7 +117,7 @@ class Router(nn.Module):
 
         def state(own: str, init: Init) -> nn.Parameter:
             """[E], kept from step to step."""
-            spec = vector(f"{name}.{own}", count, init, "state", copies="tp", group="state")
+            spec = vector(f"{name}.{own}", count, init, copies="tp", group="state")
             return spec.parameter()
 
         has_bias = config.moe_router_enable_expert_bias

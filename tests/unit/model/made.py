@@ -23,7 +23,7 @@ def linear(
     """A linear layer from i to o features, over all ranks."""
     weight_shard = {ColumnLinear: Shard(0), RowLinear: Shard(1)}.get(kind)
     bias_shard = Shard(0) if kind is ColumnLinear else None
-    matrix = TensorSpec(f"{name}.weight", (o, i), DRAWN, "matrix", shard=weight_shard)
+    matrix = TensorSpec(f"{name}.weight", (o, i), DRAWN, shard=weight_shard)
     offsets = vector(f"{name}.bias", o, shard=bias_shard) if bias else None
     return kind(ParameterSpec((matrix,), is_gemm=True), offsets, tp)
 
@@ -45,5 +45,5 @@ def table(
     rows: int, width: int, tp: TensorParallel = NO_TP, name: str = "table.weight"
 ) -> Embedding:
     """An embedding of `rows` rows, over all ranks."""
-    matrix = TensorSpec(name, (rows, width), DRAWN, "embedding", shard=Shard(0))
+    matrix = TensorSpec(name, (rows, width), DRAWN, is_table=True, shard=Shard(0))
     return Embedding(ParameterSpec((matrix,)), tp)

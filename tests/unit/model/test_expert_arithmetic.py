@@ -36,7 +36,7 @@ def test_parameters_are_those_of_the_model(words):
         tensor
         for spec in declared(model, 50).values()
         for tensor in spec.tensors
-        if tensor.kind != "state"
+        if tensor.group != "state"
     ]
     total = sum(math.prod(tensor.shape) for tensor in tensors)
     assert parameter_count(model, 50)["total"] == total

@@ -35,7 +35,7 @@ from megatron.distributed.setup import make_groups
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import TransformerLayer
 from megatron.model.model_parallel import ONE_RANK, ModelParallel, TensorParallel
-from megatron.model.spec import declare_grad_sum, parts_under
+from megatron.model.spec import declare_grad_sum
 from megatron.parallel.layer_runner import LayerRunner
 from pretrain_gpt import main
 
@@ -89,7 +89,7 @@ class Adapted(Undeclared):
         self, config: ModelConfig, seed: int, index: int, parallel: ModelParallel = ONE_RANK
     ):
         super().__init__(config, seed, index, parallel)
-        declare_grad_sum(self.adapter, parts_under(parallel.tp.sequence))
+        declare_grad_sum(self.adapter, parallel.tp.sequence)
 
 
 class Penalised(TransformerLayer):

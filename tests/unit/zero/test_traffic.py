@@ -175,7 +175,8 @@ def test_a_tied_matrix_is_summed_over_the_pipeline_once_a_step_and_apart(gloo_wo
 
 
 def test_a_tied_matrix_shares_its_block_with_nothing():
-    tied = SimpleNamespace(boxes=[SimpleNamespace(spec=SimpleNamespace(grad_sum=("tied",)))])
+    spec = SimpleNamespace(grad_sum=True, copies="tied")
+    tied = SimpleNamespace(boxes=[SimpleNamespace(spec=spec)])
     other = SimpleNamespace(boxes=[])
     block = SimpleNamespace(zero_stage=1, entries=[tied, other])
     groups = SimpleNamespace(tp=ALONE, kv=ALONE, tied=SimpleNamespace(size=2))
