@@ -11,7 +11,7 @@ SCRATCH_BYTES = 8 << 20
 ROUND_BYTES = 8 << 20
 
 # Logits widened and exponentiated at once: a CPU core's cache; a GPU wants few launches.
-LOSS_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
+LOSS_CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 
 # Logits made at once: hundreds of tokens on a CPU, thousands on a GPU, so that the weight and its
 # gradient, which are read and written for each chunk, cost little compared with the GEMMs.
