@@ -21,7 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "gpu"
 PREDICTIONS = RESULTS / "predictions.json"
-SCRIPTS = ("first", "settle", "peers", "memory", "features", "text", "faster")  # in the order to run
+# in the order to run
+SCRIPTS = ("first", "settle", "peers", "memory", "features", "text", "faster")
 PROGRAM = "pretrain_gpt.py"
 HARDWARE = "h100"
 

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.benchmarks import training
+from megatron.tools.plan import without_files
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.derive import derive
@@ -61,7 +62,8 @@ def test_a_script_fits_its_window_and_every_command_line_is_valid(script, rehear
         flags = stage.flags()
         if flags is not None:
             vocabulary = int(flags[flags.index("--vocab-size") + 1]) + 1
-            resolve(parse_arguments(flags).config, stage.ranks(), vocabulary)
+            config = without_files(parse_arguments(flags).config)  # text.sh writes its own
+            resolve(config, stage.ranks(), vocabulary)
 
 
 @pytest.mark.parametrize("name", ["125M", "1.3B", "8B-layers"])
