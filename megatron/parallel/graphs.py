@@ -228,7 +228,7 @@ class GraphedRunner(LayerRunner):
             return dx
 
         try:
-            with check_all_params_got_grads([get_gradient_edge(captured.y)], ()):
+            with check_all_params_got_grads([get_gradient_edge(captured.y)]):
                 return graph, graph.capture(differentiate)
         except LostGradientError as error:
             raise UserError(

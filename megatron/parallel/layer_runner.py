@@ -184,20 +184,18 @@ class LayerRunner:
         deferring: AbstractContextManager[Any] = contextlib.nullcontext()
         if kind is Kind.BACKWARD_INPUT:
             deferring = deferring_weight_grads(layer)
-        # The first backward pass of this layer proves that each parameter in the graph gets a
-        # gradient; the set of parameters does not change afterwards.
-        checks: AbstractContextManager[None] = contextlib.nullcontext()
         with deferring as deferred:
-            if layer not in self.parameters:
-                self.parameters[layer] = list(layer.parameters())
-                # `deferred` is empty now, and filled by the pass
-                to_come = () if deferred is None else deferred
-                checks = check_all_params_got_grads(saved.edges, to_come)
-            with checks:
+            if layer in self.parameters:
                 torch.autograd.backward(saved.edges, gradients)
-                # our layers have added to main_grad themselves
-                if any(parameter.grad is not None for parameter in self.parameters[layer]):
-                    accumulate_into_main_grad(self.parameters[layer])
+            else:
+                # The first backward pass of this layer proves that each parameter in the graph gets
+                # a gradient; the set of parameters does not change afterwards.
+                self.parameters[layer] = list(layer.parameters())
+                with check_all_params_got_grads(saved.edges, deferred):
+                    torch.autograd.backward(saved.edges, gradients)
+        # our layers have added to main_grad themselves
+        if any(parameter.grad is not None for parameter in self.parameters[layer]):
+            accumulate_into_main_grad(self.parameters[layer])
         return None if saved.x is None else saved.x.grad, deferred
 
 
@@ -226,10 +224,10 @@ def accumulate_into_main_grad(parameters: Sequence[nn.Parameter]) -> None:
 
 @contextlib.contextmanager
 def check_all_params_got_grads(
-    edges: Sequence[GradientEdge], deferred: Sequence[WeightGrad]
+    edges: Sequence[GradientEdge], deferred: Sequence[WeightGrad] | None = None
 ) -> Iterator[None]:
-    """Around a backward pass from `edges`: LostGradientError when a parameter that the graph uses
-    was given no gradient.
+    """Around a backward pass from `edges`, which fills `deferred`: LostGradientError when a
+    parameter that the graph uses was given no gradient.
 
     Each main_grad gets its own version counter for the time, which counts whatever is written
     to it.
@@ -240,7 +238,7 @@ def check_all_params_got_grads(
         if parameter.main_grad is not None:
             parameter.main_grad = parameter.main_grad.data
     yield
-    to_come = {id(each.weight) for each in deferred}
+    to_come = {id(each.weight) for each in deferred or ()}
     lost = [
         parameter.label
         for parameter in parameters

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -64,7 +65,22 @@ def measure(
     hosted: list[Tensor] = []
     live = LiveBytes()
 
-    def host_memory(*args, **kwargs):
+    def mark(span: str | None) -> None:
+        if span is not None:
+            spans[span].append(live.mark())
+
+    def marking(real: Callable, before: str | None, after: str | None = None) -> Callable:
+        """A function that ends one span when it begins, and another when it has ended."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            mark(before)
+            result = real(*args, **kwargs)
+            mark(after)
+            return result
+
+        return call
+
+    def host_memory(*args: Any, **kwargs: Any) -> Tensor:
         hosted.append(real_host_memory(*args, **kwargs))
         return hosted[-1]
 
@@ -77,43 +93,21 @@ def measure(
             states += [tensor for kind, tensor in tensors.items() if kind != "master"]
             in_host += tensors.values() if block.on_host else ()
         live.own(run.zero.blocks, states, slots=run.zero.zero_stage >= 2, host=in_host)
-        spans["start"].append(live.mark())
+        mark("start")
         if leak is not None:  # not before: the plan runs the same code
             stack.enter_context(LEAKS[leak]())
         try:
             return real_train(run)
         finally:
-            spans["between"].append(live.mark())
+            mark("between")
 
-    def forward_backward(*args, **kwargs):
-        spans["between"].append(live.mark())
-        return real_forward_backward(*args, **kwargs)
-
-    def updated(*args, **kwargs):
-        spans["step"].append(live.mark())
-        pending = real_update(*args, **kwargs)
-        spans["update"].append(live.mark())
-        return pending
-
-    def evaluate(*args, **kwargs):
-        spans["between"].append(live.mark())
-        loss = real_evaluate(*args, **kwargs)
-        spans["evaluation"].append(live.mark())
-        return loss
-
-    real_host_memory = blocks.host_memory
-    real_train, real_forward_backward, real_update, real_evaluate = (
-        loop.train,
-        step.forward_backward,
-        step.update,
-        loop.evaluate,
-    )
+    real_host_memory, real_train = blocks.host_memory, loop.train
     changes = [
         (pretrain, "train", train),
         (blocks, "host_memory", host_memory),
-        (step, "forward_backward", forward_backward),
-        (step, "update", updated),
-        (loop, "evaluate", evaluate),
+        (step, "forward_backward", marking(step.forward_backward, "between")),
+        (step, "update", marking(step.update, "step", "update")),
+        (loop, "evaluate", marking(loop.evaluate, "between", "evaluation")),
     ]
     with contextlib.ExitStack() as stack:
         for each in (replaced(*changes), pieces_of(pieces, head), launches_of_nothing()):

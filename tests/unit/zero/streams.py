@@ -232,37 +232,44 @@ class PretendedGPU(TorchDispatchMode):
         torch.compile(torch.square, backend="eager")(torch.ones(1))
         self.patches = contextlib.ExitStack()
 
-        def put(target: Any, name: str, value: Any) -> None:
-            self.patches.enter_context(mock.patch.object(target, name, value))
+        def put(target: Any, **values: Any) -> None:
+            self.patches.enter_context(mock.patch.multiple(target, **values))
 
-        # the plan's tensors have no memory
-        put(Tensor, "device", property(lambda x: torch.device("meta") if x.is_meta else Device()))
-        put(Tensor, "is_cuda", property(lambda x: not self.hidden and not x.is_meta))
-        put(torch.cuda, "Stream", lambda device=None: Stream(self, f"stream {next(self.names)}"))
-        put(torch.cuda, "Event", lambda **kwargs: Event(self, **kwargs))
-        put(torch.cuda, "current_stream", lambda device=None: self.current)
-        put(torch.cuda, "stream", self._on)
-        for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
-            put(torch.cuda, name, lambda device=None: 0)
-        put(torch.cuda, "get_device_name", lambda device=None: "pretended GPU")
+        put(
+            Tensor,
+            # the plan's tensors have no memory
+            device=property(lambda x: torch.device("meta") if x.is_meta else Device()),
+            is_cuda=property(lambda x: not self.hidden and not x.is_meta),
+        )
+        counters = "memory_reserved", "memory_allocated", "max_memory_allocated"
+        sizes = mock.Mock(total_memory=80 << 30, multi_processor_count=1)
         put(
             torch.cuda,
-            "get_device_properties",
-            lambda device=None: mock.Mock(total_memory=80 << 30, multi_processor_count=1),
+            Stream=lambda device=None: Stream(self, f"stream {next(self.names)}"),
+            Event=partial(Event, self),
+            current_stream=lambda device=None: self.current,
+            stream=self._on,
+            get_device_name=lambda device=None: "pretended GPU",
+            get_device_properties=lambda device=None: sizes,
+            cudart=lambda: mock.Mock(cudaHostRegister=lambda *_: 0),
+            **dict.fromkeys(counters, lambda device=None: 0),
         )
-        for name in ("empty", "zeros"):
-            put(torch, name, self._marking(getattr(torch, name)))
-        put(torch, "frombuffer", self._marking(torch.frombuffer, always=True))
-        put(torch.cuda, "cudart", lambda: mock.Mock(cudaHostRegister=lambda *_: 0))
-        put(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
-        put(collectives, "is_gloo", lambda axis: False)
-        nccl = NCCL(self)
-        put(collectives, "dist", nccl)
-        put(manager.Staging, "hand_over", self._reading(manager.Staging.hand_over))
-        put(pretrain, "choose_device", lambda launch, config: (Device(), "gloo"))
-        put(pretrain, "set_determinism", lambda device, wanted: None)
+        put(
+            torch,
+            empty=self._marking(torch.empty),
+            zeros=self._marking(torch.zeros),
+            frombuffer=self._marking(torch.frombuffer, always=True),
+        )
+        put(torch.UntypedStorage, resize_=self._resizing(torch.UntypedStorage.resize_))
+        put(collectives, is_gloo=lambda axis: False, dist=NCCL(self))
+        put(manager.Staging, hand_over=self._reading(manager.Staging.hand_over))
+        put(
+            pretrain,
+            choose_device=lambda launch, config: (Device(), "gloo"),
+            set_determinism=lambda device, wanted: None,
+        )
         # they would run in Triton's interpreter, for minutes
-        put(lang, "unsupported_reason", lambda device, dtype: "a pretended GPU")
+        put(lang, unsupported_reason=lambda device, dtype: "a pretended GPU")
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
