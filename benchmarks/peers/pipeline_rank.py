@@ -60,7 +60,6 @@ from megatron.parallel.pipeline import (  # noqa: E402
     Task,
 )
 from megatron.parallel.schedule import (
-    COMPUTATIONS,
     Action,
     Kind,
     Message,
@@ -318,11 +317,10 @@ def _bound(
     proven, now, most, travelling = acknowledgements(schedule, rank), 0, 0, 0
     known: dict[int, int] = {}
     sent: dict[int, int] = {}
-    for action in schedule.actions[rank]:
+    # without pairs a task is one action
+    for action, posted in zip(schedule.actions[rank], schedule.receives[rank], strict=True):
         kind, stage, _ = action
-        if kind not in COMPUTATIONS:
-            travelling += kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
-            continue
+        travelling += len(posted)
         chunk, need, made = (
             own.index(stage),
             message_needed(action, schedule.placement),
@@ -428,10 +426,17 @@ def sleeps(
                 "spans": spans,
                 "cpu": cpu,
                 "wall": wall,
-                "actions": len(schedule.actions[groups.pp.rank]),
+                "actions": _with_messages(schedule, groups.pp.rank),
             }
         )
     return found[1:]  # the first one makes the connections
+
+
+def _with_messages(schedule: Schedule, rank: int) -> int:
+    """Computations, sends and receives of a rank."""
+    own = schedule.actions[rank]
+    made = [message_made(action, schedule.placement) for action in own]
+    return len(own) + sum(map(len, schedule.receives[rank])) + len(made) - made.count(None)
 
 
 def latency(groups: Groups, shape: tuple[int, int, int], rounds: int = 50) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.distributed.collectives import Handle, start_receive, start_send
 from megatron.distributed.groups import Groups
 from megatron.distributed.peers import waiting
-from megatron.parallel.schedule import WORDS, Action, Kind, Message, channel_of
+from megatron.parallel.schedule import WORDS, Action, Kind, Message
 
 MAX_UNACKNOWLEDGED = 2  # sends in flight to a rank in evaluation, where no message comes back
 
@@ -68,10 +68,10 @@ class StageMessages:
             self._finish_send(to)  # has arrived: does not wait
         return x
 
-    def send(self, action: Action) -> None:
+    def send(self, message: Message) -> None:
         """Start to send a result."""
         # Started and not awaited: the host computes on while the message travels.
-        (_, to), message = channel_of(action, self.placement)
+        to = self.placement[message.stage]
         queue = self.sending[to]
         channel = self.groups.channel(self.rank, to)
         with self._waiting_for(to, f"take {_describe(message)}"):
@@ -80,9 +80,9 @@ class StageMessages:
             if not torch.is_grad_enabled() and len(queue) > MAX_UNACKNOWLEDGED:
                 self._finish_send(to)
 
-    def receive(self, action: Action) -> None:
+    def receive(self, message: Message) -> None:
         """Post a receive."""
-        (source, _), message = channel_of(action, self.placement)
+        source = self.placement[message.source]
         channel = self.groups.channel(source, self.rank)
         with self._waiting_for(source, f"send {_describe(message)}"):
             self.inbox[message] = start_receive(

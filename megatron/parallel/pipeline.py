@@ -30,8 +30,8 @@ from megatron.parallel.schedule import (
     Kind,
     Message,
     Schedule,
-    Tasks,
     acknowledgements,
+    message_made,
 )
 from megatron.parallel.timeline import Recording
 from megatron.parallel.zero import Zero
@@ -59,12 +59,14 @@ class LayerPass(NamedTuple):
 
 
 class Task(NamedTuple):
-    """An action of this rank, or a pair of computations that run at the same time."""
+    """A computation of this rank, or a pair of them that run at the same time."""
 
     actions: tuple[Action, ...]
-    label: str = ""  # in a trace
-    passes: tuple[LayerPass, ...] = ()
-    finished_micro_batches: tuple[int, ...] = ()  # that this rank has no more use for
+    label: str  # in a trace
+    passes: tuple[LayerPass, ...]
+    receives: list[Message]  # posted before it
+    sends: list[Message]  # of its results
+    finished_micro_batches: list[int]  # that this rank has no more use for
 
 
 class RankSchedule(NamedTuple):
@@ -170,34 +172,47 @@ class Pipeline:
                 f"schedule {schedule.name} has pairs of passes, which {type(self).__name__} does "
                 "not run: build it with pairs=False, or run it by a PairedPipeline"
             )
-        # 1. The passes of layers in their order (sends and receives have none), and what ZeRO does
-        # around each.
+        # 1. The passes of layers in their order, and what ZeRO does around each.
         task_actions = schedule.tasks(self.rank)
         turns_by_task = [self._turns_of(actions) for actions in task_actions]
         zero_plan = self.zero.planner.plan([*chain(*turns_by_task)])
 
         # 2. Each task with its passes, and those with their part of that plan.
-        last_uses = _finished_micro_batches(task_actions)
         around = iter(zero_plan.passes)
-        tasks = []
-        for actions, turns, finished in zip(task_actions, turns_by_task, last_uses):
-            passes = []
-            for layer, kind, micro in chain(*turns):
-                label = f"{WORDS[kind]} {self.names[layer]} micro-batch {micro}"
-                passes.append(LayerPass(layer, kind, micro, label, *next(around)))
-            labels = [
-                f"{WORDS[kind]} stage {stage} micro-batch {micro}" for kind, stage, micro in actions
-            ]
-            tasks.append(Task(actions, " with ".join(labels), tuple(passes), finished))
+        passes = [
+            tuple(self._layer_pass(*each, *next(around)) for each in chain(*turns))
+            for turns in turns_by_task
+        ]
+        tasks = self._tasks(schedule, passes)
         trains = any(action.kind in BACKWARDS for action in schedule.actions[self.rank])
         return RankSchedule(tasks, acknowledgements(schedule, self.rank), zero_plan, trains)
+
+    def _tasks(self, schedule: Schedule, passes: list[tuple[LayerPass, ...]]) -> list[Task]:
+        """What this rank does, one after the other, with its messages."""
+        task_actions, receives = schedule.tasks(self.rank), schedule.receives[self.rank]
+        last_use = {micro: actions for actions in task_actions for _, _, micro in actions}
+        tasks = []
+        for actions, own, received in zip(task_actions, passes, receives, strict=True):
+            label = " with ".join(
+                f"{WORDS[kind]} stage {stage} micro-batch {micro}" for kind, stage, micro in actions
+            )
+            made = [message_made(action, self.placement) for action in actions]
+            sends = [message for message in made if message is not None]
+            finished = [micro for _, _, micro in actions if last_use[micro] is actions]
+            tasks.append(Task(actions, label, own, received, sends, finished))
+        return tasks
+
+    def _layer_pass(
+        self, layer: Layer, kind: Kind, micro: int, before: Calls, after: Calls
+    ) -> LayerPass:
+        label = f"{WORDS[kind]} {self.names[layer]} micro-batch {micro}"
+        return LayerPass(layer, kind, micro, label, before, after)
 
     def _turns_of(self, actions: tuple[Action, ...]) -> list[list[Pass]]:
         """The passes of layers of a computation, one in each turn; of a pair one of each."""
         columns = []
         for kind, stage, micro in actions:
-            passes = self.passes.get((kind, stage), ())
-            columns.append([(*each, micro) for each in passes])
+            columns.append([(*each, micro) for each in self.passes[kind, stage]])
         return [[each for each in turn if each is not None] for turn in zip_longest(*columns)]
 
     # ---- in every step
@@ -226,19 +241,14 @@ class Pipeline:
         step = StepState(messages, scale, scale if aux_scale is None else aux_scale)
         with torch.set_grad_enabled(prepared.trains):
             for task in prepared.tasks:
-                action = task.actions[0]
-                if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-                    messages.send(action)
-                    continue
-                if action.kind not in COMPUTATIONS:
-                    messages.receive(action)
-                    continue
+                for message in task.receives:
+                    messages.receive(message)
                 begun = None if recording is None else recording.begin()
                 with named(task.label):
                     for each in task.actions:
                         if each.micro not in step.micro_batches:
                             step.micro_batches[each.micro] = next(micro_batches)
-                    if action.kind is Kind.FORWARD:
+                    if task.actions[0].kind is Kind.FORWARD:
                         self.forward(step, task)
                     else:
                         self.backward(step, task)
@@ -246,6 +256,8 @@ class Pipeline:
                     recording.add(task.actions, begun)
                 for micro in task.finished_micro_batches:
                     del step.micro_batches[micro]
+                for message in task.sends:
+                    messages.send(message)
         if messages.last_stage > 0:
             # The last sends may be on their way: their tensors are freed when they have arrived.
             messages.finish()
@@ -329,13 +341,3 @@ def passes_of(kind: Kind, layers: Sequence[Layer]) -> list[tuple[Layer, Kind]]:
 def aux_losses_of(model: GPTModel) -> list[str]:
     """The scalars of layers that are differentiated along with the loss."""
     return [spec.name for spec in model.scalars if spec.in_objective]
-
-
-def _finished_micro_batches(tasks: Tasks) -> list[tuple[int, ...]]:
-    """For each task the micro-batches that are used by none after it. Messages use none."""
-    computed = [actions for actions in tasks if actions[0].kind in COMPUTATIONS]
-    last_use = {action.micro: actions for actions in computed for action in actions}
-    return [
-        tuple(micro for _, _, micro in actions if last_use.get(micro) is actions)
-        for actions in tasks
-    ]

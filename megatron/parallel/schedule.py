@@ -1,10 +1,9 @@
-"""Pipeline schedules as data: for each rank the list of what it computes, sends and receives, in
-order.
+"""Pipeline schedules as data: for each rank the list of what it computes, in order.
 
 A model is cut into stages, numbered along the forward pass; `placement` specifies which rank holds
 each (several per rank: virtual stages). A schedule is a pure function of (ranks, virtual stages,
-micro-batches). It knows nothing of the data-parallel side: gathers and reductions follow from the
-order of the computations.
+micro-batches). Messages between ranks follow from it, and so do gathers and reductions of the
+data-parallel side.
 """
 
 from __future__ import annotations
@@ -28,11 +27,6 @@ class Kind(enum.Enum):
     # input gradients (with those of norms and biases, and all of embedding and head)
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"  # the weight gradients that BACKWARD_INPUT left out
-    SEND_FORWARD = "SF"  # the stage's output, to the next stage
-    RECEIVE_FORWARD = "RF"  # the stage's input, from the stage before; posted, not awaited
-    SEND_BACKWARD = "SB"  # the gradient of the stage's input, to the stage before
-    # the gradient of the stage's output, from the next stage; posted, not awaited
-    RECEIVE_BACKWARD = "RB"
     # Passes of layers only: a layer's forward pass once more, within BACKWARD or BACKWARD_INPUT of
     # its stage.
     REBUILD = "R"
@@ -45,19 +39,13 @@ WORDS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradient",
-    Kind.SEND_FORWARD: "send of the output",
-    Kind.RECEIVE_FORWARD: "receive of the input",
-    Kind.SEND_BACKWARD: "send of the input's gradient",
-    Kind.RECEIVE_BACKWARD: "receive of the output's gradient",
     Kind.REBUILD: "rebuild",
 }
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list. `stage` is the stage that computes, or whose input or output
-    travels.
-    """
+    """A computation of one stage, an entry of its rank's list."""
 
     kind: Kind
     stage: int
@@ -103,8 +91,46 @@ class Schedule:
         return len(self.placement)
 
     def tasks(self, rank: int) -> Tasks:
-        """What a rank does, one after the other: actions and pairs."""
-        return tasks_of(self.actions[rank], self.pairs)
+        """What a rank does, one after the other: one action, or with `pairs` two at a time."""
+        actions, tasks, index = self.actions[rank], [], 0
+        while index < len(actions):
+            both = actions[index : index + 2]
+            # Only this order overlaps well: the tokens that a backward pass sends travel while the
+            # forward pass of a later micro-batch computes.
+            kinds = [action.kind for action in both]
+            is_pair = self.pairs and kinds == [Kind.BACKWARD, Kind.FORWARD]
+            tasks.append(both if is_pair else both[:1])
+            index += len(tasks[-1])
+        return tasks
+
+    @functools.cached_property
+    def receives(self) -> list[list[list[Message]]]:
+        """By rank, for each of its tasks the messages whose receive is posted before it.
+
+        A receive is posted one task before the one that waits for it, so that it travels during
+        that one; earlier where the sender sends it before what is needed sooner: messages from one
+        rank to another are received in the order in which they leave. A send follows its task.
+        """
+        # Both ranks of a channel derive their messages from the same lists, so they match without
+        # any negotiation.
+        tasks = [self.tasks(rank) for rank in range(self.ranks)]
+        readers = {
+            message_needed(action, self.placement): index
+            for own in tasks
+            for index, task in enumerate(own)
+            for action in task
+        }
+        posts: list[list[list[Message]]] = [[[] for _ in own] for own in tasks]
+        for (_, receiver), messages in messages_made(self).items():
+            # From the last message to the first: none is posted after one that was sent later.
+            latest = len(tasks[receiver])
+            posted = []
+            for message in reversed(messages):
+                latest = min(latest, max(readers[message] - 1, 0))
+                posted.append((latest, message))
+            for index, message in reversed(posted):
+                posts[receiver][index].append(message)
+        return posts
 
     def in_memory(self, rank: int) -> Iterator[Action]:
         """A rank's actions in an order in which as much is kept at a time as in the step: of a
@@ -114,38 +140,14 @@ class Schedule:
             yield from reversed(task)
 
 
-def task_at(actions: Sequence[Action], index: int, pairs: bool) -> tuple[Action, ...]:
-    """What a rank begins at a place of its list: one action, or with `pairs` two at a time."""
-    both = tuple(actions[index : index + 2])
-    # Only this order overlaps well: the tokens that a backward pass sends travel while the forward
-    # pass of a later micro-batch computes.
-    if pairs and [action.kind for action in both] == [Kind.BACKWARD, Kind.FORWARD]:
-        return both
-    return both[:1]
-
-
-def tasks_of(actions: Sequence[Action], pairs: bool) -> Tasks:
-    """A rank's list, cut into what runs at a time."""
-    tasks, index = [], 0
-    while index < len(actions):
-        tasks.append(task_at(actions, index, pairs))
-        index += len(tasks[-1])
-    return tasks
-
-
-# computations whose input or output travels between stages
-TRAVELLING = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
-
-
 def message_needed(action: Action, placement: Sequence[int]) -> Message | None:
     """The message that a computation waits for; None when its input is made on the same rank, or
     there is none.
     """
     kind, stage, micro = action
     message = Message(Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, micro)
-    if kind not in TRAVELLING or not _are_apart(stage, message.source, placement):
-        return None
-    return message
+    travels = kind is not Kind.BACKWARD_WEIGHT and _are_apart(stage, message.source, placement)
+    return message if travels else None
 
 
 def message_made(action: Action, placement: Sequence[int]) -> Message | None:
@@ -153,41 +155,15 @@ def message_made(action: Action, placement: Sequence[int]) -> Message | None:
     kind, stage, micro = action
     is_forward = kind is Kind.FORWARD
     reader = stage + 1 if is_forward else stage - 1
-    if kind not in TRAVELLING or not _are_apart(stage, reader, placement):
-        return None
-    return Message(Kind.FORWARD if is_forward else Kind.BACKWARD, reader, micro)
+    travels = kind is not Kind.BACKWARD_WEIGHT and _are_apart(stage, reader, placement)
+    return (
+        Message(Kind.FORWARD if is_forward else Kind.BACKWARD, reader, micro) if travels else None
+    )
 
 
 def _are_apart(stage: int, other: int, placement: Sequence[int]) -> bool:
     """Whether the other stage exists, on another rank."""
     return 0 <= other < len(placement) and placement[stage] != placement[other]
-
-
-# of a send or receive: what travels, and the way from its stage to the one that receives it
-CARRIES = {
-    Kind.SEND_FORWARD: (Kind.FORWARD, 1),
-    Kind.RECEIVE_FORWARD: (Kind.FORWARD, 0),
-    Kind.SEND_BACKWARD: (Kind.BACKWARD, -1),
-    Kind.RECEIVE_BACKWARD: (Kind.BACKWARD, 0),
-}
-
-
-def channel_of(
-    action: Action, placement: tuple[int, ...]
-) -> tuple[tuple[int, int], Message] | tuple[None, None]:
-    """(sender, receiver) and the message of a send or receive; a neighbour that does not exist is
-    rank -1.
-    """
-    if action.kind not in CARRIES:
-        return None, None
-    # Named by the stage that receives it, so both ends of a channel compute the same name.
-    kind, step = CARRIES[action.kind]
-    message = Message(kind, action.stage + step, action.micro)
-    sender, receiver = (
-        placement[stage] if 0 <= stage < len(placement) else -1
-        for stage in (message.source, message.stage)
-    )
-    return (sender, receiver), message
 
 
 def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
@@ -198,7 +174,7 @@ def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, 
     of a computation has received what his earlier computations needed.
     """
     placement, found = schedule.placement, {}
-    made = _messages_made(schedule.actions, placement)
+    made = messages_made(schedule)
     for sender in [sender for sender, receiver in made if receiver == rank]:
         mine, read, count = made.get((rank, sender), []), set(), 0
         for action in schedule.actions[sender]:
@@ -211,74 +187,15 @@ def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, 
     return found
 
 
-def send_of(computation: Action) -> Action:
-    """The send of what a computation leaves to be sent."""
-    kind = Kind.SEND_FORWARD if computation.kind is Kind.FORWARD else Kind.SEND_BACKWARD
-    return Action(kind, computation.stage, computation.micro)
-
-
-def _messages_made(
-    orders: Sequence[Sequence[Action]], placement: Sequence[int]
-) -> dict[tuple[int, int], list[Message]]:
+def messages_made(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
     """Messages by (sender, receiver), in the order in which they are made."""
     made: dict[tuple[int, int], list[Message]] = {}
-    for rank, order in enumerate(orders):
-        for action in order:
-            message = message_made(action, placement)
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            message = message_made(action, schedule.placement)
             if message is not None:
-                made.setdefault((rank, placement[message.stage]), []).append(message)
+                made.setdefault((rank, schedule.placement[message.stage]), []).append(message)
     return made
-
-
-def _receives(
-    messages_by_channel: dict[tuple[int, int], list[Message]],
-    orders: Sequence[Tasks],
-    placement: Sequence[int],
-) -> list[dict[int, list[Action]]]:
-    """For each rank the receives to post before a task, by the index of that one."""
-    readers = {
-        message_needed(action, placement): index
-        for order in orders
-        for index, task in enumerate(order)
-        for action in task
-    }
-    posts: list[dict[int, list[Action]]] = [{} for _ in orders]
-    for (_, receiver), messages in messages_by_channel.items():
-        # From the last message to the first: a receive is posted one computation before its reader,
-        # and never after the receive of a message that was sent later.
-        latest = len(orders[receiver])
-        timed = []
-        for message in reversed(messages):
-            latest = min(latest, max(readers[message] - 1, 0))
-            kind = Kind.RECEIVE_FORWARD if message.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
-            timed.append((latest, Action(kind, message.stage, message.micro)))
-        for index, action in reversed(timed):
-            posts[receiver].setdefault(index, []).append(action)
-    return posts
-
-
-def insert_messages(
-    orders: Sequence[Sequence[Action]], placement: Sequence[int], pairs: bool = False
-) -> tuple[tuple[Action, ...], ...]:
-    """Add sends and receives to each rank's computations, of which some are `pairs`.
-
-    A send follows its computation. A receive is posted one computation before the one that waits
-    for it, so that it travels during that one; earlier where the sender sends it before what is
-    needed sooner: messages from one rank to another are received in the order in which they leave.
-    """
-    # Receives come before a task and sends after it. Both ranks of a channel derive their lists
-    # from the same orders, so their messages match without any negotiation.
-    tasks = [tasks_of(order, pairs) for order in orders]
-    receives = _receives(_messages_made(orders, placement), tasks, placement)
-    lists = []
-    for order, posted in zip(tasks, receives):
-        actions: list[Action] = []
-        for index, task in enumerate(order):
-            actions += posted.get(index, ())
-            actions += task
-            actions += [send_of(each) for each in task if message_made(each, placement) is not None]
-        lists.append(tuple(actions))
-    return tuple(lists)
 
 
 def _order(letters: str, micro_batches: int, stage: int, upper_stage: int = -1) -> list[Action]:
@@ -425,9 +342,7 @@ def build_schedule(
     assert rule.virtual in (None, virtual), f"{name} with {virtual} stages a rank"
     assert rule.pairs or not pairs, f"{name} in pairs"
     orders = BUILDERS[name](ranks, virtual, micro_batches, *[True] * pairs)
-    return Schedule(
-        name, placement, micro_batches, insert_messages(orders, placement, pairs), pairs
-    )
+    return Schedule(name, placement, micro_batches, tuple(map(tuple, orders)), pairs)
 
 
 @functools.lru_cache(maxsize=64)
@@ -448,4 +363,4 @@ def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
         for stage in {placement[stage]: stage for stage in ready}.values():
             orders[placement[stage]].append(Action(Kind.FORWARD, stage, done[stage]))
             done[stage] += 1
-    return Schedule("forward-only", placement, micro_batches, insert_messages(orders, placement))
+    return Schedule("forward-only", placement, micro_batches, tuple(map(tuple, orders)))

@@ -56,7 +56,7 @@ def peak_activations(
 
 
 def schedule_of(line: Timeline) -> Schedule:
-    """The computations of a time line as a schedule without messages."""
+    """The computations of a time line as a schedule."""
     return Schedule(
         line.schedule,
         line.placement,

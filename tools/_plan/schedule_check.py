@@ -1,5 +1,5 @@
-"""Proof that a schedule is right, for any lists of actions: complete, in order, its messages
-matched, free of deadlock, bounded in memory.
+"""Proof that a schedule is right, for any lists of actions: complete, in order, free of deadlock,
+bounded in memory.
 
 Called from the tests, for every schedule.
 """
@@ -7,8 +7,9 @@ Called from the tests, for every schedule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron.parallel.schedule import (
     WORDS,
@@ -16,19 +17,13 @@ from megatron.parallel.schedule import (
     Kind,
     Message,
     Schedule,
-    channel_of,
     message_made,
     message_needed,
-    send_of,
-    task_at,
 )
 
 # of the gradients
 PARTS = {Kind.BACKWARD: "IW", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
-SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 Place = tuple[int, int]  # rank, index in its list
-# sends or receives in order, by sender and receiver
-Ends = dict[tuple[int, int], list[tuple[Message, Place]]]
 
 
 class ScheduleError(ValueError):
@@ -65,7 +60,6 @@ def check(schedule: Schedule) -> Bounds:
     where = _computations(schedule)
     _complete(schedule, where)
     _ordered(schedule, where)
-    _matched(schedule, where)
     for _ in walk(schedule):
         pass
     return _bounds(schedule)
@@ -84,67 +78,74 @@ class _Rendezvous:
         self._sent: dict[tuple[int, int], int] = {}
         self._posted: dict[tuple[int, int], int] = {}
 
-    def send(self, channel: tuple[int, int], message: Message) -> None:
-        """Post the send of a message from one rank to another."""
-        number = self._sent.get(channel, 0)
-        self._number[message] = number
-        self._sent[channel] = number + 1
+    def receive(self, messages: Sequence[Message]) -> None:
+        """Post receives of the next messages between their ranks."""
+        for message in messages:
+            channel = channel_of(message, self._placement)
+            self._posted[channel] = self._posted.get(channel, 0) + 1
 
-    def receive(self, channel: tuple[int, int]) -> None:
-        """Post the receive of the next message from one rank to another."""
-        self._posted[channel] = self._posted.get(channel, 0) + 1
+    def send(self, task: tuple[Action, ...]) -> list[int]:
+        """Post the sends of what a task makes; the ranks that receive it."""
+        receivers = []
+        for action in task:
+            message = message_made(action, self._placement)
+            if message is not None:
+                channel = channel_of(message, self._placement)
+                number = self._number[message] = self._sent.get(channel, 0)
+                self._sent[channel] = number + 1
+                receivers.append(channel[1])
+        return receivers
 
-    def arrived(self, message: Message, rank: int) -> bool:
-        """Whether a rank has received a message."""
-        number = self._number.get(message)
-        if number is None:
-            return False
-        return number < self._posted.get((self._placement[message.source], rank), 0)
+    def awaited(self, task: tuple[Action, ...]) -> tuple[Action, Message] | None:
+        """A computation of a task that lacks its message, and this."""
+        for action in task:
+            needed = message_needed(action, self._placement)
+            if needed is None:
+                continue
+            number = self._number.get(needed)
+            if number is None or number >= self._posted.get(channel_of(needed, self._placement), 0):
+                return action, needed
+        return None
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """(rank, action or pair) of all ranks in an order in which they can happen, each rank's in the
-    order of its list.
+def channel_of(message: Message, placement: tuple[int, ...]) -> tuple[int, int]:
+    """The ranks that send and receive a message."""
+    return placement[message.source], placement[message.stage]
+
+
+def walk(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """(rank, index of its task) of all ranks in an order in which they can happen, each rank's in
+    the order of its list.
 
     Sends are rendezvous (above). A computation, or a pair, waits for the messages that it needs,
     and for nothing else. Raises ScheduleError when all that are left wait: deadlock.
     """
-    placement, lists = schedule.placement, schedule.actions
-    at = [0] * len(lists)
-    messages = _Rendezvous(placement)
-    able, listed = deque(range(len(lists))), [True] * len(lists)
+    ranks = range(schedule.ranks)
+    tasks, receives = [schedule.tasks(rank) for rank in ranks], schedule.receives
+    # done, and those whose receives are posted: one more while a task waits
+    at, posted = [0] * len(ranks), [0] * len(ranks)
+    messages = _Rendezvous(schedule.placement)
+    able, listed = deque(ranks), [True] * len(ranks)
     while able:
         rank = able.popleft()
         listed[rank] = False
-        while at[rank] < len(lists[rank]):
-            unit = task_at(schedule.actions[rank], at[rank], schedule.pairs)
-            channel, message = channel_of(unit[0], placement)
-            if channel is None:
-                if _awaited(unit, rank, placement, messages) is not None:
-                    break
-            elif unit[0].kind in SENDS:
-                messages.send(channel, message)
-                receiver = channel[1]
+        while at[rank] < len(tasks[rank]):
+            index = at[rank]
+            task = tasks[rank][index]
+            if posted[rank] == index:
+                posted[rank] += 1
+                messages.receive(receives[rank][index])
+            if messages.awaited(task) is not None:
+                break
+            for receiver in messages.send(task):
                 if not listed[receiver]:
                     able.append(receiver)
                     listed[receiver] = True
-            else:
-                messages.receive(channel)
-            at[rank] += len(unit)
-            yield rank, unit
-    if any(index < len(actions) for index, actions in zip(at, lists)):
-        raise ScheduleError(_deadlock(schedule, at, messages))
-
-
-def _awaited(
-    unit: tuple[Action, ...], rank: int, placement: tuple[int, ...], messages: _Rendezvous
-) -> tuple[Action, Message] | None:
-    """A computation of a rank that lacks its message, and this."""
-    for action in unit:
-        needed = message_needed(action, placement)
-        if needed is not None and not messages.arrived(needed, rank):
-            return action, needed
-    return None
+            at[rank] += 1
+            yield rank, index
+    left = [own[index] if index < len(own) else None for own, index in zip(tasks, at)]
+    if any(left):
+        raise ScheduleError(_deadlock(schedule, left, messages))
 
 
 def _error(schedule: Schedule, place: Place, problem: str) -> ScheduleError:
@@ -221,15 +222,15 @@ def _complete(schedule: Schedule, where: dict[Action, Place]) -> None:
 def _input_of_backward(
     action: Action, schedule: Schedule, where: dict[Action, Place]
 ) -> list[Action]:
-    """What brings the gradient of a stage's output to its rank; nothing for the last stage, which
-    computes the loss.
+    """What makes the gradient of a stage's output on its rank; nothing for the last stage, which
+    computes the loss, and where it is received.
     """
     _, stage, micro = action
     placement, after = schedule.placement, stage + 1
     if after == schedule.stages:
         return []
     if placement[after] != placement[stage]:
-        return [Action(Kind.RECEIVE_BACKWARD, stage, micro)]
+        return []
     made_by = (Action(Kind.BACKWARD, after, micro), Action(Kind.BACKWARD_INPUT, after, micro))
     return [computation for computation in made_by if computation in where]
 
@@ -239,26 +240,18 @@ def _before(action: Action, schedule: Schedule, where: dict[Action, Place]) -> l
     kind, stage, micro = action
     placement = schedule.placement
     if kind is Kind.FORWARD and stage > 0:
-        if placement[stage - 1] == placement[stage]:
-            return [Action(Kind.FORWARD, stage - 1, micro)]
-        return [Action(Kind.RECEIVE_FORWARD, stage, micro)]
+        is_here = placement[stage - 1] == placement[stage]
+        return [Action(Kind.FORWARD, stage - 1, micro)] if is_here else []
     if kind is Kind.BACKWARD_WEIGHT:
         return [Action(Kind.BACKWARD_INPUT, stage, micro)]
     if kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
         forward = Action(Kind.FORWARD, stage, micro)
         return [forward, *_input_of_backward(action, schedule, where)]
-    if kind is Kind.SEND_FORWARD:
-        return [Action(Kind.FORWARD, stage, micro)]
-    if kind is Kind.SEND_BACKWARD:
-        whole = Action(Kind.BACKWARD, stage, micro)
-        return [whole if whole in where else Action(Kind.BACKWARD_INPUT, stage, micro)]
     return []
 
 
 def _ordered(schedule: Schedule, where: dict[Action, Place]) -> None:
-    """On each rank what a computation uses of that rank comes before it, and so does the receive of
-    what comes from others.
-    """
+    """On each rank what a computation uses of that rank comes before it."""
     for action, place in where.items():
         for earlier in _before(action, schedule, where):
             if earlier not in where:
@@ -271,88 +264,24 @@ def _ordered(schedule: Schedule, where: dict[Action, Place]) -> None:
                 )
 
 
-def _matched(schedule: Schedule, where: dict[Action, Place]) -> None:
-    """What one rank sends to another is what that one receives, in the same order, and nothing else
-    travels.
-    """
-    sends, receives = _ends(schedule, where)
-    for channel in sends | receives:
-        _same_order(schedule, channel, sends.get(channel, []), receives.get(channel, []))
-
-
-def _ends(schedule: Schedule, where: dict[Action, Place]) -> tuple[Ends, Ends]:
-    """All sends and all receives; each has another rank at its other end, and all that must be sent
-    is.
-    """
-    placement = schedule.placement
-    sends: Ends = {}
-    receives: Ends = {}
-    for action, place in where.items():
-        channel, message = channel_of(action, placement)
-        if channel is None:
-            if message_made(action, placement) is not None and send_of(action) not in where:
-                raise _error(
-                    schedule, place, f"is not sent: there is no {describe(send_of(action))}"
-                )
-            continue
-        if channel[0] == channel[1] or -1 in channel:
-            raise _error(schedule, place, "has no rank at its other end")
-        ends = sends if action.kind in SENDS else receives
-        ends.setdefault(channel, []).append((message, place))
-    return sends, receives
-
-
-def _same_order(
-    schedule: Schedule,
-    channel: tuple[int, int],
-    sends: list[tuple[Message, Place]],
-    receives: list[tuple[Message, Place]],
-) -> None:
-    """The sends of one rank to another and the receives there are of the same messages, in the same
-    order.
-    """
-    sender, receiver = channel
-    for number, ((sent, there), (received, here)) in enumerate(zip(sends, receives)):
-        if sent != received:
-            rank, index = there
-            other = describe(schedule.actions[rank][index])
-            raise _error(
-                schedule,
-                here,
-                f"is number {number} from rank {rank}, which there has the {other}, action {index}",
-            )
-    if len(sends) > len(receives):
-        raise _error(
-            schedule,
-            sends[len(receives)][1],
-            f"is not received: rank {receiver} receives {len(receives)} messages of rank {sender}",
-        )
-    if len(receives) > len(sends):
-        raise _error(
-            schedule,
-            receives[len(sends)][1],
-            f"is not sent: rank {sender} sends {len(sends)} messages to rank {receiver}",
-        )
-
-
-def _deadlock(schedule: Schedule, at: list[int], messages: _Rendezvous) -> str:
-    """Who waits for whom: a circle, or a chain that ends at a rank that has nothing left to do."""
+def _deadlock(
+    schedule: Schedule, left: list[tuple[Action, ...] | None], messages: _Rendezvous
+) -> str:
+    """Who waits for whom: a circle, or a chain that ends at a rank that has nothing `left`."""
     waits: dict[int, str] = {}
-    rank = next(rank for rank, index in enumerate(at) if index < len(schedule.actions[rank]))
-    while rank not in waits and at[rank] < len(schedule.actions[rank]):
-        unit = task_at(schedule.actions[rank], at[rank], schedule.pairs)
-        awaited = _awaited(unit, rank, schedule.placement, messages)
+    rank = next(rank for rank, task in enumerate(left) if task)
+    while rank not in waits and (task := left[rank]):
+        awaited = messages.awaited(task)
         assert awaited is not None
         action, message = awaited
-        index = at[rank] + unit.index(action)
-        source = schedule.placement[message.source]
+        index, source = schedule.actions[rank].index(action), schedule.placement[message.source]
         waits[rank] = f"rank {rank}, action {index} ({describe(action)}) waits for rank {source}"
         rank = source
     if rank in waits:
-        chain = list(waits.values())[list(waits).index(rank) :]
+        circle = list(waits.values())[list(waits).index(rank) :]
     else:
-        chain = [*waits.values(), f"rank {rank} has ended"]
-    return f"schedule {schedule.name}: deadlock: {'; '.join(chain)}"
+        circle = [*waits.values(), f"rank {rank} has ended"]
+    return f"schedule {schedule.name}: deadlock: {'; '.join(circle)}"
 
 
 def _bounds(schedule: Schedule) -> Bounds:
@@ -366,11 +295,15 @@ def _peaks(rank: int, schedule: Schedule) -> tuple[int, int, int, int]:
     training = any(action.kind in PARTS for action in schedule.actions[rank])
     saved = deferred = received = 0
     peaks = [0, 0, 0, 0]
-    for action in schedule.in_memory(rank):
+    posts = chain.from_iterable(
+        [len(posted), *[0] * (len(task) - 1)]
+        for posted, task in zip(schedule.receives[rank], schedule.tasks(rank))
+    )
+    for posted, action in zip(posts, schedule.in_memory(rank)):
         kind = action.kind
-        if kind is Kind.RECEIVE_FORWARD or kind is Kind.RECEIVE_BACKWARD:
-            received += 1
-        elif message_needed(action, schedule.placement) is not None:
+        received += posted
+        peaks[3] = max(peaks[3], received)
+        if message_needed(action, schedule.placement) is not None:
             received -= 1
         if kind is Kind.FORWARD:
             saved += training
@@ -379,15 +312,7 @@ def _peaks(rank: int, schedule: Schedule) -> tuple[int, int, int, int]:
             deferred += kind is Kind.BACKWARD_INPUT
         elif kind is Kind.BACKWARD_WEIGHT:
             deferred -= 1
-        if (
-            saved + deferred > peaks[0]
-            or saved > peaks[1]
-            or deferred > peaks[2]
-            or received > peaks[3]
-        ):
-            peaks = [
-                max(pair) for pair in zip(peaks, (saved + deferred, saved, deferred, received))
-            ]
+        peaks[:3] = map(max, peaks, (saved + deferred, saved, deferred))
     most, most_saved, most_deferred, most_received = peaks
     return most, most_saved, most_deferred, most_received
 

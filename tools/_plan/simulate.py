@@ -8,9 +8,16 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from megatron.tools._plan.schedule_check import SENDS, walk
+from megatron.tools._plan.schedule_check import channel_of, walk
 
-from megatron.parallel.schedule import Action, Kind, Message, Schedule, channel_of, message_needed
+from megatron.parallel.schedule import (
+    Action,
+    Kind,
+    Message,
+    Schedule,
+    message_made,
+    message_needed,
+)
 from megatron.parallel.timeline import Span, Timeline
 
 
@@ -107,22 +114,23 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     clock = [0.0] * schedule.ranks
     links: defaultdict[tuple[int, int], _Link] = defaultdict(_Link)
     sent: dict[Message, tuple[_Link, int]] = {}
-    for rank, unit in walk(schedule):
-        channel, message = channel_of(unit[0], placement)
-        if channel is None:
-            for action in unit:
-                needed = message_needed(action, placement)
-                if needed is not None:
-                    link, number = sent.pop(needed)
-                    clock[rank] = max(clock[rank], link.arrival(number, costs))
-            begin = clock[rank]
-            end = clock[rank] = begin + costs.of_unit(unit)
-            rows[rank] += [Span(*action, begin, end) for action in unit]  # type: ignore[call-arg]
-            continue
-        link = links[channel]
-        if unit[0].kind in SENDS:
-            sent[message] = link, len(link.sent)
-            link.sent.append(clock[rank])
-        else:
-            link.posted.append(clock[rank])
+    tasks = [schedule.tasks(rank) for rank in range(schedule.ranks)]
+    for rank, index in walk(schedule):
+        task = tasks[rank][index]
+        for message in schedule.receives[rank][index]:
+            links[channel_of(message, placement)].posted.append(clock[rank])
+        for action in task:
+            needed = message_needed(action, placement)
+            if needed is not None:
+                link, number = sent.pop(needed)
+                clock[rank] = max(clock[rank], link.arrival(number, costs))
+        begin = clock[rank]
+        end = clock[rank] = begin + costs.of_unit(task)
+        rows[rank] += [Span(*action, begin, end) for action in task]  # type: ignore[call-arg]
+        for action in task:
+            made = message_made(action, placement)
+            if made is not None:
+                link = links[channel_of(made, placement)]
+                sent[made] = link, len(link.sent)
+                link.sent.append(end)
     return Timeline(schedule.name, placement, schedule.micro_batches, tuple(map(tuple, rows)))

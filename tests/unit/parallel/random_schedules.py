@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from megatron.parallel.schedule import Action, Kind, Schedule, insert_messages
+from megatron.parallel.schedule import Action, Kind, Schedule
 
 
 def random_placement(draw: random.Random, ranks: int, stages: int) -> tuple[int, ...]:
@@ -67,4 +67,4 @@ def random_schedule(
         left.remove(action)
         done.add(action)
         orders[placement[action.stage]].append(action)
-    return Schedule("random", tuple(placement), micro_batches, insert_messages(orders, placement))
+    return Schedule("random", tuple(placement), micro_batches, tuple(map(tuple, orders)))

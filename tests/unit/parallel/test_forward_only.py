@@ -5,42 +5,48 @@ from collections import Counter, defaultdict
 import pytest
 
 from megatron.parallel.messages import MAX_UNACKNOWLEDGED
-from megatron.parallel.schedule import (
-    Kind,
-    Schedule,
-    channel_of,
-    forward_only,
-    message_needed,
-    place,
-)
+from megatron.parallel.schedule import Schedule, forward_only, message_made, message_needed, place
 
 
-def ends(schedule, limit):
+def steps_of(schedule: Schedule) -> list[list[tuple]]:
+    """By rank what it does, in order: (what, message)."""
+    found = []
+    for actions, receives in zip(schedule.actions, schedule.receives):
+        steps = []
+        for action, posted in zip(actions, receives, strict=True):
+            steps += [("receive", message) for message in posted]
+            steps.append(("compute", message_needed(action, schedule.placement)))
+            if made := message_made(action, schedule.placement):
+                steps.append(("send", made))
+        found.append(steps)
+    return found
+
+
+def ends(lists, placement, limit):
     """Whether all lists end when a rank stops behind a send while more than `limit` of its outputs
     are not received.
     """
-    at, before = [0] * schedule.ranks, None
+    at, before = [0] * len(lists), None
     sent, posted, arrived = defaultdict(list), Counter(), {None}
     while at != before:
         before = list(at)
-        for rank, actions in enumerate(schedule.actions):
-            for action in actions[at[rank] :]:
-                channel, message = channel_of(action, schedule.placement)
-                if channel is None:
-                    if message_needed(action, schedule.placement) not in arrived:
+        for rank, steps in enumerate(lists):
+            for what, message in steps[at[rank] :]:
+                if what == "compute":
+                    if message not in arrived:
                         break
                     at[rank] += 1
                     continue
-                if action.kind is Kind.RECEIVE_FORWARD:
+                channel = placement[message.source], placement[message.stage]
+                if what == "receive":
                     posted[channel] += 1
                 elif message not in sent[channel]:
                     sent[channel].append(message)
                 arrived.update(sent[channel][: posted[channel]])
-                is_send = action.kind is Kind.SEND_FORWARD
-                if is_send and len(sent[channel]) - posted[channel] > limit:
+                if what == "send" and len(sent[channel]) - posted[channel] > limit:
                     break
                 at[rank] += 1
-    return at == [len(actions) for actions in schedule.actions]
+    return at == [len(steps) for steps in lists]
 
 
 @pytest.mark.parametrize(
@@ -50,20 +56,18 @@ def ends(schedule, limit):
 def test_evaluation_that_waits_for_old_sends_ends(name, virtual, ranks):
     for micro_batches in (1, 2, 3, 5, 13):
         schedule = forward_only(place(name, ranks, virtual), micro_batches)
-        assert ends(schedule, MAX_UNACKNOWLEDGED) and ends(schedule, 1)
+        lists = steps_of(schedule)
+        assert ends(lists, schedule.placement, MAX_UNACKNOWLEDGED)
+        assert ends(lists, schedule.placement, 1)
 
 
 def test_the_machine_sees_a_circle():
-    schedule = forward_only((0, 1, 0), 3)
-    late = [action for action in schedule.actions[0] if action.kind is not Kind.RECEIVE_FORWARD]
-    posts = [action for action in schedule.actions[0] if action.kind is Kind.RECEIVE_FORWARD]
-    uses = [index for index, action in enumerate(late) if action.stage == 2]
-    crossed = Schedule(
-        "crossed", (0, 1, 0), 3, ((*late[: uses[0]], *posts, *late[uses[0] :]), schedule.actions[1])
-    )
-    assert ends(crossed, MAX_UNACKNOWLEDGED), (
-        "receives posted at the last moment are late, not wrong"
-    )
-    assert not ends(
-        Schedule("never", (0, 1, 0), 3, (tuple(late), schedule.actions[1])), MAX_UNACKNOWLEDGED
-    )
+    placement = 0, 1, 0
+    first, second = steps_of(forward_only(placement, 3))
+    late = [step for step in first if step[0] != "receive"]
+    posts = [step for step in first if step[0] == "receive"]
+    use = late.index(("compute", posts[0][1]))
+    crossed = [*late[:use], *posts, *late[use:]]
+    # receives posted at the last moment are late, not wrong
+    assert ends([crossed, second], placement, MAX_UNACKNOWLEDGED)
+    assert not ends([late, second], placement, MAX_UNACKNOWLEDGED)

@@ -10,7 +10,7 @@ from torch import nn
 from megatron.model.recompute import NO_RECOMPUTE, WHOLE, LayerRecompute, group_of
 from megatron.parallel.offload import HostPool, Route
 from megatron.parallel.pipeline import passes_of
-from megatron.parallel.schedule import COMPUTATIONS, Kind, build_schedule
+from megatron.parallel.schedule import Kind, build_schedule
 
 
 class Named(nn.Module):
@@ -74,11 +74,7 @@ def test_of_groups_the_first_layer_alone_and_not_of_the_last_group():
 def test_what_leaves_is_read_once_by_its_first_reader(name, rank):
     schedule = build_schedule(name, 2, 1, 4)
     layers = stage([NO_RECOMPUTE, *group_of(2), WHOLE], head=rank == 1)
-    kinds = [
-        (action.kind, action.micro)
-        for action in schedule.actions[rank]
-        if action.kind in COMPUTATIONS
-    ]
+    kinds = [(action.kind, action.micro) for action in schedule.actions[rank]]
     route = route_of(layers, kinds)
     sent, read = [], []
     for index, (layer, kind, micro) in enumerate(route.passes):

@@ -19,7 +19,7 @@ from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
 from megatron.model.layer import Layer
 from megatron.parallel.pipeline import Pipeline
-from megatron.parallel.schedule import COMPUTATIONS, Kind, build_schedule, place
+from megatron.parallel.schedule import Kind, build_schedule, place
 
 RANKS, MICRO_BATCHES = 4, 8
 SHAPE = (1, 1, 1)
@@ -82,8 +82,7 @@ def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
     passes = Clocked(costs)
     pipeline = Pipeline(model, KeptWeights(), passes, placement, SHAPE, groups, torch.device("cpu"))
     pipeline.run(schedule, repeat(None), 1.0)
-    actions = [a for a in schedule.actions[groups.pp.rank] if a.kind in COMPUTATIONS]
-    spans = zip(actions, passes.spans, strict=True)
+    spans = zip(schedule.actions[groups.pp.rank], passes.spans, strict=True)
     return [
         {
             "spans": [

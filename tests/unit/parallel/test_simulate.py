@@ -11,7 +11,7 @@ from megatron.tools._plan.simulate import Costs, simulate
 from megatron.tools._plan.timeline_files import read_timeline
 from random_schedules import random_placement, random_schedule
 
-from megatron.parallel.schedule import Action, Kind, Schedule, build_schedule, insert_messages
+from megatron.parallel.schedule import Action, Kind, Schedule, build_schedule
 from megatron.parallel.timeline import Span, Timeline
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -73,8 +73,8 @@ def test_messages_take_latency_once_and_their_link_each():
     stages.
     """
     placement, m = (0, 1, 2), 5
-    orders = [[Action(F, stage, i) for i in range(m)] for stage in range(3)]
-    schedule = Schedule("forward", placement, m, insert_messages(orders, placement))
+    actions = tuple(tuple(Action(F, stage, i) for i in range(m)) for stage in range(3))
+    schedule = Schedule("forward", placement, m, actions)
     assert simulate(
         schedule, Costs.even(schedule, latency=0.25, message=0.5)
     ).end == 3 + 2 * 0.75 + (m - 1)
@@ -84,28 +84,16 @@ def test_messages_take_latency_once_and_their_link_each():
 
 
 def test_a_message_starts_when_its_receive_is_posted():
-    """Rank 1 posts its second receive at 14, when its first two computations are over: what was
-    sent at 2 arrives at 14 + 3.
+    """Rank 1 posts its second receive at 12, when its first computation is over: what was sent at 2
+    arrives at 12 + 6.
     """
-    placement = (0, 1, 1, 0)
-    SF, RF = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
-    down = [Action(kind, 0, i) for i in (0, 1) for kind in (F, SF)] + [
-        Action(kind, 3, i) for kind in (RF, F) for i in (0, 1)
-    ]
-    up = [
-        a
-        for i in (0, 1)
-        for a in (Action(RF, 1, i), Action(F, 1, i), Action(F, 2, i), Action(SF, 2, i))
-    ]
-    costs = Costs((1.0, 5.0, 5.0, 1.0), (0.0,) * 4, (0.0,) * 4, message=3.0)
-    line = simulate(Schedule("late", placement, 2, (tuple(down), tuple(up))), costs)
-    assert [(span.begin, span.end) for span in line.rows[1]] == [
-        (4, 9),
-        (9, 14),
-        (17, 22),
-        (22, 27),
-    ]
-    assert [(span.begin, span.end) for span in line.rows[0]] == [(0, 1), (1, 2), (17, 18), (30, 31)]
+    down = [Action(F, stage, i) for stage in (0, 3) for i in (0, 1)]
+    up = [Action(F, stage, i) for i in (0, 1) for stage in (1, 2)]
+    costs = Costs((1.0, 5.0, 5.0, 1.0), (0.0,) * 4, (0.0,) * 4, message=6.0)
+    line = simulate(Schedule("late", (0, 1, 1, 0), 2, (tuple(down), tuple(up))), costs)
+    times = [[(span.begin, span.end) for span in row] for row in line.rows]
+    assert times[1] == [(7, 12), (12, 17), (18, 23), (23, 28)]
+    assert times[0] == [(0, 1), (1, 2), (23, 24), (34, 35)]
 
 
 def test_deferred_weight_gradients_and_sizes_of_stages():
@@ -171,7 +159,7 @@ def test_a_time_line_survives_json():
             "rank 1: Span(kind=<Kind.FORWARD",
         ),
         ({"rows": [[["F", 0, 0, 0.0, 2.0], ["B", 0, 0, 1.0, 3.0]], []]}, "does not end before"),
-        ({"rows": [[["SF", 0, 0, 0.0, 2.0]], []]}, "rank 0 has Span"),
+        ({"rows": [[["R", 0, 0, 0.0, 2.0]], []]}, "rank 0 has Span"),
         ({"rows": [[["F", 0, 0, 0.0]], []]}, "not the JSON of a time line: TypeError"),
         ({"placement": [0, 2]}, "names a rank that has no row"),
     ],
