@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,25 +73,22 @@ class Route:
         return False
 
 
-Buffer = TypeVar("Buffer")
-
-
-class HostPool(Generic[Buffer]):
+class HostPool:
     """Buffers on the host by their bytes, made when none of a size is free, and kept."""
 
-    def __init__(self, make: Callable[[int], Buffer]):
+    def __init__(self, make: Callable[[int], Any]):
         self.make = make
-        self.free: defaultdict[int, list[Buffer]] = defaultdict(list)
+        self.free: defaultdict[int, list[Any]] = defaultdict(list)
         self.made: list[int] = []  # their bytes
 
-    def take(self, size: int) -> Buffer:
+    def take(self, size: int) -> Any:
         """A buffer of `size` bytes."""
         if self.free[size]:
             return self.free[size].pop(0)
         self.made.append(size)
         return self.make(size)
 
-    def give(self, size: int, buffer: Buffer) -> None:
+    def give(self, size: int, buffer: Any) -> None:
         """Take it back for the next one who asks."""
         self.free[size].append(buffer)
 

@@ -216,7 +216,7 @@ class PlannedPasses:
     aux_losses: frozenset[str] = frozenset()
     route: Route = field(default_factory=lambda: Route(()))
     at: int = -1  # the pass that runs
-    pool: HostPool[int] = field(default_factory=lambda: HostPool(int))
+    pool: HostPool = field(default_factory=lambda: HostPool(int))
     paired: UnitBytes | None = None  # the layer whose forward pass runs alongside a backward pass
     is_paired: bool = False
     coming: dict[Key, Kept] = field(default_factory=dict)  # what is on its way back

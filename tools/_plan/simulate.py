@@ -105,32 +105,53 @@ class _Link:
         return self.arrived[number]
 
 
+class _Messages:
+    """All messages under way."""
+
+    def __init__(self, placement: tuple[int, ...], costs: Costs):
+        self.placement, self.costs = placement, costs
+        self.links: defaultdict[tuple[int, int], _Link] = defaultdict(_Link)
+        self.sent: dict[Message, tuple[_Link, int]] = {}
+
+    def receive(self, messages: list[Message], time: float) -> None:
+        """Post receives."""
+        for message in messages:
+            self.links[channel_of(message, self.placement)].posted.append(time)
+
+    def send(self, task: tuple[Action, ...], time: float) -> None:
+        """Send what a task makes."""
+        for action in task:
+            message = message_made(action, self.placement)
+            if message is not None:
+                link = self.links[channel_of(message, self.placement)]
+                self.sent[message] = link, len(link.sent)
+                link.sent.append(time)
+
+    def arrival(self, task: tuple[Action, ...]) -> float:
+        """When all messages that a task needs have arrived."""
+        last = 0.0
+        for action in task:
+            message = message_needed(action, self.placement)
+            if message is not None:
+                link, number = self.sent.pop(message)
+                last = max(last, link.arrival(number, self.costs))
+        return last
+
+
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """When each computation runs, the earliest that order and messages allow. Raises ScheduleError
     on a deadlock; `check` specifies what else is wrong.
     """
-    placement = schedule.placement
-    rows: list[list[Span]] = [[] for _ in schedule.actions]
-    clock = [0.0] * schedule.ranks
-    links: defaultdict[tuple[int, int], _Link] = defaultdict(_Link)
-    sent: dict[Message, tuple[_Link, int]] = {}
-    tasks = [schedule.tasks(rank) for rank in range(schedule.ranks)]
+    placement, ranks = schedule.placement, range(schedule.ranks)
+    rows: list[list[Span]] = [[] for _ in ranks]
+    clock = [0.0] * len(ranks)
+    messages = _Messages(placement, costs)
+    tasks, receives = [schedule.tasks(rank) for rank in ranks], schedule.receives
     for rank, index in walk(schedule):
         task = tasks[rank][index]
-        for message in schedule.receives[rank][index]:
-            links[channel_of(message, placement)].posted.append(clock[rank])
-        for action in task:
-            needed = message_needed(action, placement)
-            if needed is not None:
-                link, number = sent.pop(needed)
-                clock[rank] = max(clock[rank], link.arrival(number, costs))
-        begin = clock[rank]
+        messages.receive(receives[rank][index], clock[rank])
+        begin = max(clock[rank], messages.arrival(task))
         end = clock[rank] = begin + costs.of_unit(task)
         rows[rank] += [Span(*action, begin, end) for action in task]  # type: ignore[call-arg]
-        for action in task:
-            made = message_made(action, placement)
-            if made is not None:
-                link = links[channel_of(made, placement)]
-                sent[made] = link, len(link.sent)
-                link.sent.append(end)
+        messages.send(task, end)
     return Timeline(schedule.name, placement, schedule.micro_batches, tuple(map(tuple, rows)))
