@@ -150,7 +150,8 @@ class LocalCheckpoints:
         found = None
         if run is not None:
             copies = self.redundancy == "partner"
-            found = newest_local(self.nodes, run, 0 if older else newest, copies=copies)
+            nodes = replace(self.nodes, run=run)
+            found = newest_local(nodes, 0 if older else newest, copies=copies)
         if found is None or found.iteration < newest:
             checkpoint = open_checkpoint(load, None, ranks, older, or_none=found is not None)
             if found is None or (checkpoint and checkpoint.iteration > found.iteration):
@@ -163,18 +164,23 @@ class LocalCheckpoints:
         )
         return LocalCheckpoint(found)
 
+    @property
+    def own(self) -> Nodes:
+        """The nodes, with the run that saves."""
+        return replace(self.nodes, run=self.run)
+
     def require_space(self, own_bytes: int, flushes: bool) -> None:
         """Raise CheckpointError on every rank unless each node's folder has space for NUM_KEPT
         checkpoints, the one that is being written and, with `flushes`, one that is still on its way
         to --save. `own_bytes`: of this rank's shard. What this run has there counts as free.
         """
-        nodes = self.nodes
+        nodes = self.own
         sizes = nodes.ranks.gather_or_raise(lambda: own_bytes)
         count = NUM_KEPT + 1 + flushes
         needed = count * kept_bytes(nodes.members, sizes, self.redundancy)[nodes.index]
 
         def check() -> None:
-            own = _size(nodes.run_folder(self.run))
+            own = _size(nodes.run_folder)
             free = shutil.disk_usage(nodes.root).free + own
             if needed <= free:
                 return
@@ -202,7 +208,7 @@ class LocalCheckpoints:
         began = time.perf_counter()
         try:
             check()
-            save_local(self.nodes, self.run, iteration, pairs, state, self.redundancy)
+            save_local(self.own, iteration, pairs, state, self.redundancy)
         except (UserError, OSError) as error:
             logger.warning(f"iteration {iteration} was NOT saved locally. {error}")
             return False
@@ -218,7 +224,7 @@ class LocalCheckpoints:
         """(file, entry in the manifest) of a shard that this node has of a local checkpoint. Raises
         CheckpointError.
         """
-        folder = self.nodes.folder(self.run, iteration)
+        folder = self.own.folder(iteration)
         return folder / shard_file(index), read_manifest(folder)["shards"][index]
 
 
@@ -240,13 +246,12 @@ def _size(folder: Path) -> int:
 
 def save_local(
     nodes: Nodes,
-    run: str,
     iteration: int,
     tensors: Iterable[BoxTensor],
     state: JsonObject,
     redundancy: str = "none",
 ) -> Path:
-    """Write iteration `iteration` of `run` on every node, and return the folder on this one;
+    """Write iteration `iteration` of the run on every node, and return the folder on this one;
     `tensors` and `state` as for save_checkpoint.
 
     An iteration that exists already is replaced; the newest one before this is kept, and all others
@@ -254,7 +259,7 @@ def save_local(
     prevents the save on any; the checkpoints that were there are untouched by that.
     """
     pairs = not_empty(tensors)
-    with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
+    with NodeAttempt(nodes, iteration, state=state, own=int(bool(pairs))) as attempt:
         # 1. Every rank writes its shard.
         where = attempt.folder, attempt.index, attempt.shards, iteration
         gathered = attempt.gather_or_raise(
@@ -262,7 +267,7 @@ def save_local(
         )
         records = [entry for entry, _ in gathered if entry is not None]
         content = manifest_of(iteration, attempt.name, records, state, gathered[0][1])
-        content["run"] = {"name": run}
+        content["run"] = {"name": nodes.run}
 
         # 2. Copies and parity blocks are made of what has been written.
         sets, streams = redundant_files(nodes.members, records, redundancy)
@@ -285,14 +290,10 @@ class NodeAttempt(Attempt):
 
     mode = 0o700
 
-    def __init__(
-        self, nodes: Nodes, run: str, iteration: int, done: str = "saved", **saved: Any
-    ) -> None:
+    def __init__(self, nodes: Nodes, iteration: int, done: str = "saved", **saved: Any) -> None:
         self.nodes = nodes
         self.done = done
-        super().__init__(
-            nodes.run_folder(run), iteration, nodes.ranks, explain=self._not_done, **saved
-        )
+        super().__init__(nodes.run_folder, iteration, nodes.ranks, explain=self._not_done, **saved)
         self.makes = nodes.first
 
     def _not_done(self, error: Exception) -> str:
@@ -374,14 +375,13 @@ class Found:
     them, XOR parity blocks; their entries are `records`.
     """
 
-    def __init__(self, nodes: Nodes, run: str, manifest: bytes, held: Sequence[set[int]]) -> None:
+    def __init__(self, nodes: Nodes, manifest: bytes, held: Sequence[set[int]]) -> None:
         self.nodes = nodes
-        self.run = run
         self.manifest = manifest
         self.held = held
         self.content = decode_manifest(manifest, Path(MANIFEST))
         self.iteration: int = self.content["iteration"]
-        self.folder = nodes.folder(run, self.iteration)  # on this node
+        self.folder = nodes.folder(self.iteration)  # on this node
         self.records = file_records(self.content)
         self.shards = range(len(self.content["shards"]))
         self.stripes = stripes_in(self.content["shards"], self.content.get("sets", []))
@@ -409,7 +409,7 @@ class Found:
         return self.nodes.rank(holders[number % len(holders)], number)
 
     def attempt(self, done: str) -> NodeAttempt:
-        return NodeAttempt(self.nodes, self.run, self.iteration, done)
+        return NodeAttempt(self.nodes, self.iteration, done)
 
 
 def file_records(content: JsonObject) -> list[JsonObject]:
@@ -417,13 +417,13 @@ def file_records(content: JsonObject) -> list[JsonObject]:
     return content["shards"] + content.get("parities", [])
 
 
-def newest_local(nodes: Nodes, run: str, oldest: int, *, copies: bool) -> Found | None:
-    """The newest local checkpoint of `run`, from iteration `oldest` on, of which the nodes have
+def newest_local(nodes: Nodes, oldest: int, *, copies: bool) -> Found | None:
+    """The newest local checkpoint of the run, from iteration `oldest` on, of which the nodes have
     every shard or can make it; all of its bytes are verified, and what a lost node had is on a new
     one (`restore`). Why newer ones are passed over is logged.
     """
     # What every node has, of all saves: an iteration may have been saved twice.
-    listed = nodes.ranks.gather_or_raise(lambda: _listed(nodes, run, oldest) if nodes.first else [])
+    listed = nodes.ranks.gather_or_raise(lambda: _listed(nodes, oldest) if nodes.first else [])
     of_nodes = [
         {(iteration, digest): files for iteration, digest, files in listed[ranks[0]]}
         for ranks in nodes.members
@@ -431,12 +431,12 @@ def newest_local(nodes: Nodes, run: str, oldest: int, *, copies: bool) -> Found 
     for save in sorted(set().union(*of_nodes), reverse=True):
         # 1. The manifest of one node is for all; files count when every byte is as it specifies.
         source = next(ranks[0] for ranks, has in zip(nodes.members, of_nodes) if save in has)
-        path = nodes.folder(run, save[0]) / MANIFEST
+        path = nodes.folder(save[0]) / MANIFEST
         is_source = nodes.ranks.world.rank == source
         manifest = nodes.ranks.gather_or_raise(
             lambda: load_bytes(path, MANIFEST_LIMIT).decode() if is_source else ""
         )[source]
-        found = Found(nodes, run, manifest.encode(), [set(has.get(save, ())) for has in of_nodes])
+        found = Found(nodes, manifest.encode(), [set(has.get(save, ())) for has in of_nodes])
         _remove_damaged(found)
 
         # 2. What is lost for good is passed over, and so is what there is no space to rebuild.
@@ -454,17 +454,17 @@ def newest_local(nodes: Nodes, run: str, oldest: int, *, copies: bool) -> Found 
     return None
 
 
-def _listed(nodes: Nodes, run: str, oldest: int) -> list[tuple[int, str, list[int]]]:
-    """Of each of this node's checkpoints of `run` the iteration, the digest of the manifest, and
+def _listed(nodes: Nodes, oldest: int) -> list[tuple[int, str, list[int]]]:
+    """Of each of this node's checkpoints of the run the iteration, the digest of the manifest, and
     the files that are here.
     """
     rows = []
-    for iteration in list_iterations(nodes.run_folder(run)):
-        folder = nodes.folder(run, iteration)
+    for iteration in list_iterations(nodes.run_folder):
+        folder = nodes.folder(iteration)
         try:
             raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
             content = decode_manifest(raw, folder / MANIFEST)
-            if content["run"]["name"] != run or content["iteration"] != iteration:
+            if content["run"]["name"] != nodes.run or content["iteration"] != iteration:
                 continue
             numbers = range(len(file_records(content)))
             files = [number for number in numbers if (folder / shard_file(number)).exists()]

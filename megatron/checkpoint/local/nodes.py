@@ -22,7 +22,7 @@ RUN_FILE = "run_id"
 @dataclass(frozen=True)
 class Nodes:
     """The ranks of the job by the local folder that they see. `root`: --local-checkpoint-dir, the
-    same text on every node.
+    same text on every node; `run`: the id of the run whose checkpoints are meant.
     """
 
     root: Path
@@ -30,6 +30,7 @@ class Nodes:
     # ranks of each node, ascending; nodes in the order of their first ranks
     members: tuple[tuple[int, ...], ...]
     hosts: tuple[str, ...]  # name of each node's host
+    run: str = ""
 
     @cached_property
     def index(self) -> int:
@@ -51,12 +52,13 @@ class Nodes:
         """This node, for messages."""
         return f"node {self.index} ({self.hosts[self.index]})"
 
-    def run_folder(self, run: str) -> Path:
-        """Of a run's checkpoints on this node."""
-        return self.root / f"run-{run}"
+    @property
+    def run_folder(self) -> Path:
+        """Of the run's checkpoints on this node."""
+        return self.root / f"run-{self.run}"
 
-    def folder(self, run: str, iteration: int) -> Path:
-        return self.run_folder(run) / iteration_folder(iteration)
+    def folder(self, iteration: int) -> Path:
+        return self.run_folder / iteration_folder(iteration)
 
     def rank(self, node: int, number: int) -> int:
         """The rank of a node that moves shard `number`: its ranks take turns."""

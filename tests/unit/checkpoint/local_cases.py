@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -44,8 +45,8 @@ def own_root(root: Path, each: int) -> Path:
     return Path(root, str(dist.get_rank() // each))
 
 
-def join(root: Path, each: int) -> Nodes:
-    return find_nodes(own_root(root, each), all_ranks())
+def join(root: Path, each: int, run: str = RUN) -> Nodes:
+    return replace(find_nodes(own_root(root, each), all_ranks()), run=run)
 
 
 def found_nodes(root: Path, each: int) -> tuple:
@@ -93,7 +94,7 @@ def save(
     """Save `example(seed)` locally: the folder's name, or the error."""
     with small(mutant):
         try:
-            name = save_local(join(root, each), run, iteration, dealt(seed, seed), STATE, kind).name
+            name = save_local(join(root, each, run), iteration, dealt(seed, seed), STATE, kind).name
         except ValueError as error:
             name = str(error)
         dist.barrier()
@@ -115,7 +116,7 @@ def restart(
     Seed 0: that of the iteration's number.
     """
     with small(mutant), logged() as lines:
-        found = newest_local(join(root, each), run, oldest, copies=True)
+        found = newest_local(join(root, each, run), oldest, copies=True)
         if found is None:
             return None, [], lines, 0
         checkpoint, faults, fetched = LocalCheckpoint(found), [], 0
@@ -213,7 +214,7 @@ def save_with_pictures(
         small(),
         mock.patch.multiple(os, **{name: pictured(real) for name, real in reals.items()}),
     ):
-        save_local(joined, RUN, iteration, dealt(seed, seed), STATE, kind)
+        save_local(joined, iteration, dealt(seed, seed), STATE, kind)
     return taken
 
 
@@ -247,7 +248,7 @@ def _damaged_pieces() -> contextlib.AbstractContextManager:
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "no space for copies": _no_space_for_copies,
     "the folder of any run": lambda: mock.patch.object(
-        Nodes, "run_folder", lambda self, run: self.root / "run"
+        Nodes, "run_folder", property(lambda self: self.root / "run")
     ),
     "damaged on the way": _damaged_pieces,
     "a full node": no_room,
