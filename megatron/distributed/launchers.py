@@ -219,12 +219,7 @@ def _parse(values: Environment, launcher: str, agent_store: bool = False) -> Lau
     """The launch that torchrun's variables describe. Raises LaunchError."""
     given = ", ".join(f"{name}={values[name]}" for name in VARIABLES if name in values)
     origin = f"{given or 'no rank'} (launcher: {launcher})"
-    if "RANK" in values and values.get("WORLD_SIZE") == "1":
-        if number(values, "RANK") > 0:
-            raise LaunchError(
-                f"{origin}: a rank must be below the number of ranks; set WORLD_SIZE to the "
-                "number of processes, or unset RANK and WORLD_SIZE"
-            )
+    if (values.get("RANK"), values.get("WORLD_SIZE")) == ("0", "1"):
         return Launch(launcher=launcher)
     # srun's own count of this node's ranks: a guess could be wrong without an error
     needed = VARIABLES if launcher == SRUN.name else NEEDED

@@ -35,42 +35,34 @@ class LineFormatter(logging.Formatter):
         return level + text
 
 
-class FirstRank(logging.Handler):
-    """The handler of rank 0 (without a store: of a single process): everything to stdout."""
+class JobHandler(logging.Handler):
+    """The handler of a rank: rank 0 (without a store, a single process) writes everything to
+    stdout, others warnings alone, each delayed by DEDUP_S.
+    """
 
-    def __init__(self, store: Store | None) -> None:
-        super().__init__()
+    def __init__(self, rank: int = 0, store: Store | None = None) -> None:
+        super().__init__(logging.WARNING if rank > 0 else logging.NOTSET)
+        self.rank = rank
         self.store = store
+        self.held: deque[str] = deque()  # the oldest first
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, and enter a warning in the store."""
+        """Write a record, or delay it."""
         text = self.format(record)
+        if self.rank > 0:
+            self.held.append(text)
+            timer = threading.Timer(DEDUP_S, self._write_oldest)
+            timer.daemon = True
+            timer.start()
+            return
         try:
             print(text, flush=True)
         # a full disk; a signal in the middle of another line; a stream that is closed or cannot
         # encode the text
         except (OSError, RuntimeError, ValueError):
             self.handleError(record)
-        if self.store is not None and record.levelno >= logging.WARNING:
-            with contextlib.suppress(RuntimeError):  # the store is closed: the job is ending
-                self.store.add(_key(text), 1)
-
-
-class OtherRank(logging.Handler):
-    """The handler of a rank above 0: warnings alone, each delayed by DEDUP_S."""
-
-    def __init__(self, rank: int, store: Store) -> None:
-        super().__init__(logging.WARNING)
-        self.rank = rank
-        self.store = store
-        self.held: deque[str] = deque()  # the oldest first
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Delay a warning."""
-        self.held.append(self.format(record))
-        timer = threading.Timer(DEDUP_S, self._write_oldest)
-        timer.daemon = True
-        timer.start()
+        if record.levelno >= logging.WARNING:
+            self._is_news(text)
 
     def _write_oldest(self) -> None:
         with self.lock:
@@ -80,11 +72,12 @@ class OtherRank(logging.Handler):
                     print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
     def _is_news(self, text: str) -> bool:
-        """Whether no other rank has logged it."""
-        try:
-            return self.store.add(_key(text), 1) == 1
-        except RuntimeError:  # the store is closed: better twice than never
-            return True
+        """Enter a text in the store; whether no other rank has."""
+        if self.store is not None:
+            key = hashlib.sha256(text.encode()).hexdigest()
+            with contextlib.suppress(RuntimeError):  # the store is closed: better twice than never
+                return self.store.add(key, 1) == 1
+        return True
 
     def close(self) -> None:
         """Write delayed warnings at once."""
@@ -93,20 +86,14 @@ class OtherRank(logging.Handler):
         super().close()
 
 
-def _key(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 @contextlib.contextmanager
 def job_log() -> Iterator[None]:
     """Inside, this process logs as its rank in the job does."""
-    handler: FirstRank | OtherRank = FirstRank(None)
+    handler = JobHandler()
     if dist.is_initialized() and dist.get_world_size() > 1:
         # on a separate connection
         default: Any = dist.distributed_c10d._get_default_store()
-        store = PrefixStore("log", default.clone())
-        rank = dist.get_rank()
-        handler = FirstRank(store) if rank == 0 else OtherRank(rank, store)
+        handler = JobHandler(dist.get_rank(), PrefixStore("log", default.clone()))
     handler.setFormatter(LineFormatter())
     loggers = [logging.getLogger(name) for name in LOGGED]
     before = [(logger, logger.level, logger.propagate) for logger in loggers]

@@ -202,7 +202,7 @@ def test_a_task_of_srun_whose_variables_were_dropped_does_not_train_alone():
     [
         ({"RANK": "1"}, "RANK=1 (launcher: environment), but WORLD_SIZE, LOCAL_RANK"),
         ({"WORLD_SIZE": "1"}, "WORLD_SIZE=1 (launcher: environment), but RANK, LOCAL_RANK"),
-        ({"RANK": "3", "WORLD_SIZE": "1"}, "a rank must be below the number of ranks"),
+        ({**TORCHRUN, "WORLD_SIZE": "1"}, "a rank must be below the number of ranks"),
         (without(TORCHRUN, "MASTER_PORT"), "but MASTER_PORT not set: set them"),
         ({**TORCHRUN, "RANK": "8"}, "RANK=8, WORLD_SIZE=8, LOCAL_RANK=1"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "a host cannot have more ranks than the job"),

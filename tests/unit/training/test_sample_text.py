@@ -83,7 +83,7 @@ def test_a_log_in_ascii_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     out, err = (stream.buffer.getvalue().decode("ascii") for stream in streams)
     assert r"\xe9\u2603" in out.partition("sample text")[2] and r"t\xe9/run" in out
     assert r"t\xe9/missing" in err
-    handler = logs.FirstRank(None)
+    handler = logs.JobHandler()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     handler.emit(logging.LogRecord("megatron", logging.INFO, "", 0, "\u00e9", None, None))
 
