@@ -372,19 +372,31 @@ class NodeAttempt(Attempt):
 
 class Found:
     """A local checkpoint. `held`: the files that each node has whole: shards and, numbered after
-    them, XOR parity blocks; their entries are `records`.
+    them, XOR parity blocks; their entries are `records`. All ranks make it together. `has`: whether
+    each node has any of it.
     """
 
-    def __init__(self, nodes: Nodes, manifest: bytes, held: Sequence[set[int]]) -> None:
+    def __init__(self, nodes: Nodes, manifest: bytes, has: Sequence[bool]) -> None:
         self.nodes = nodes
         self.manifest = manifest
-        self.held = held
         self.content = decode_manifest(manifest, Path(MANIFEST))
         self.iteration: int = self.content["iteration"]
         self.folder = nodes.folder(self.iteration)  # on this node
-        self.records = file_records(self.content)
+        self.records = self.content["shards"] + self.content.get("parities", [])
         self.shards = range(len(self.content["shards"]))
         self.stripes = stripes_in(self.content["shards"], self.content.get("sets", []))
+        whole = nodes.ranks.gather_or_raise(self._whole_files if has[nodes.index] else list)
+        self.held = [set().union(*(whole[rank] for rank in ranks)) for ranks in nodes.members]
+
+    def _whole_files(self) -> list[int]:
+        """Of this rank's share of the files those that its node has; every byte is read."""
+        whole = []
+        num_ranks = len(self.nodes.members[self.nodes.index])
+        for number in range(self.nodes.place, len(self.records), num_ranks):
+            with suppress(CheckpointError, OSError):
+                verify_shard(self.folder, number, self.records[number])
+                whole.append(number)
+        return whole
 
     @property
     def missing(self) -> set[int]:
@@ -412,11 +424,6 @@ class Found:
         return NodeAttempt(self.nodes, self.iteration, done)
 
 
-def file_records(content: JsonObject) -> list[JsonObject]:
-    """A manifest's entries of shards and XOR parity blocks."""
-    return content["shards"] + content.get("parities", [])
-
-
 def newest_local(nodes: Nodes, oldest: int, *, copies: bool) -> Found | None:
     """The newest local checkpoint of the run, from iteration `oldest` on, of which the nodes have
     every shard or can make it; all of its bytes are verified, and what a lost node had is on a new
@@ -424,20 +431,17 @@ def newest_local(nodes: Nodes, oldest: int, *, copies: bool) -> Found | None:
     """
     # What every node has, of all saves: an iteration may have been saved twice.
     listed = nodes.ranks.gather_or_raise(lambda: _listed(nodes, oldest) if nodes.first else [])
-    of_nodes = [
-        {(iteration, digest): files for iteration, digest, files in listed[ranks[0]]}
-        for ranks in nodes.members
-    ]
-    for save in sorted(set().union(*of_nodes), reverse=True):
+    saves = [set(map(tuple, listed[ranks[0]])) for ranks in nodes.members]
+    for save in sorted(set().union(*saves), reverse=True):
         # 1. The manifest of one node is for all; files count when every byte is as it specifies.
-        source = next(ranks[0] for ranks, has in zip(nodes.members, of_nodes) if save in has)
+        has = [save in each for each in saves]
+        source = nodes.members[has.index(True)][0]
         path = nodes.folder(save[0]) / MANIFEST
         is_source = nodes.ranks.world.rank == source
         manifest = nodes.ranks.gather_or_raise(
             lambda: load_bytes(path, MANIFEST_LIMIT).decode() if is_source else ""
         )[source]
-        found = Found(nodes, manifest.encode(), [set(has.get(save, ())) for has in of_nodes])
-        _remove_damaged(found)
+        found = Found(nodes, manifest.encode(), has)
 
         # 2. What is lost for good is passed over, and so is what there is no space to rebuild.
         if not found.lost:
@@ -454,43 +458,19 @@ def newest_local(nodes: Nodes, oldest: int, *, copies: bool) -> Found | None:
     return None
 
 
-def _listed(nodes: Nodes, oldest: int) -> list[tuple[int, str, list[int]]]:
-    """Of each of this node's checkpoints of the run the iteration, the digest of the manifest, and
-    the files that are here.
-    """
+def _listed(nodes: Nodes, oldest: int) -> list[tuple[int, str]]:
+    """(iteration, digest of the manifest) of each of this node's checkpoints of the run."""
     rows = []
     for iteration in list_iterations(nodes.run_folder):
-        folder = nodes.folder(iteration)
-        try:
-            raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
-            content = decode_manifest(raw, folder / MANIFEST)
-            if content["run"]["name"] != nodes.run or content["iteration"] != iteration:
-                continue
-            numbers = range(len(file_records(content)))
-            files = [number for number in numbers if (folder / shard_file(number)).exists()]
-        except (CheckpointError, KeyError, OSError):
-            continue  # the manifest of another node lists what is missing here
-        if iteration >= oldest:
-            rows.append((iteration, table_digest(raw), files))
+        path = nodes.folder(iteration) / MANIFEST
+        # one that is damaged here may be whole on another node
+        with suppress(CheckpointError, KeyError):
+            raw = load_bytes(path, MANIFEST_LIMIT)
+            content = decode_manifest(raw, path)
+            is_own = (content["run"]["name"], content["iteration"]) == (nodes.run, iteration)
+            if is_own and iteration >= oldest:
+                rows.append((iteration, table_digest(raw)))
     return rows
-
-
-def _remove_damaged(found: Found) -> None:
-    """Read every file on its own node, shared out over its ranks; what is damaged is not held."""
-
-    def damaged(number: int) -> bool:
-        try:
-            verify_shard(found.folder, number, found.records[number])
-        except (CheckpointError, OSError):
-            return True
-        return False
-
-    nodes = found.nodes
-    own = sorted(found.held[nodes.index])
-    mine = own[nodes.place :: len(nodes.members[nodes.index])]
-    by_rank = nodes.ranks.gather_or_raise(lambda: list(filter(damaged, mine)))
-    for held, ranks in zip(found.held, nodes.members):
-        held.difference_update(*(by_rank[rank] for rank in ranks))
 
 
 # ---- a lost node ---------------------------------------------------------------------------------
