@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import (
-    HOPPER,
     capability,
+    cdiv,
     jit,
+    launch,
     next_power_of_2,
     operator,
     tl,
-    triton,
 )
 from torch import Tensor
 
@@ -69,9 +69,7 @@ def activation_reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return apply_function(wide if bias is None else wide + bias, kind).to(x.dtype)
 
 
-def configuration(
-    direction: str, kind: str, width: int, bias: bool, arch: int = HOPPER
-) -> KernelLaunch:
+def configuration(direction: str, kind: str, width: int, bias: bool, arch: int) -> KernelLaunch:
     """Of y's width, "forward" or "backward", where a bias is summed: two or four loads of 16 bytes
     a thread, eight programs a processor for the sums.
     """
@@ -80,7 +78,7 @@ def configuration(
         form = "bias"
     row = find(f"activation {direction}", arch, kind=form)
     block = min(next_power_of_2(width), row.numbers["block"])
-    programs = max(row.numbers.get("programs", 0) // -(-width // block), 1)
+    programs = max(row.numbers.get("programs", 0) // cdiv(width, block), 1)
     prefetch = row.numbers.get("prefetch", 1)
     return KernelLaunch(row, block, row.numbers["num_warps"], programs=programs, prefetch=prefetch)
 
@@ -251,7 +249,10 @@ def activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if y.numel():
         form = configuration("forward", kind, width, bias is not None, capability(x.device))
-        forward_kernel[(triton.cdiv(width, form.block) * (y.numel() // width),)](
+        launch(
+            forward_kernel,
+            (cdiv(width, form.block) * (y.numel() // width),),
+            form,
             x.contiguous(),
             x if bias is None else bias,
             y,
@@ -259,12 +260,9 @@ def activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
             KIND=kind,
             GATE=kind in GATED,
             BIAS=bias is not None,
-            **form.launch(),
+            BLOCK=form.block,
         )
     return y
-
-
-activation.register_fake(lambda x, bias, kind: x.new_empty((*x.shape[:-1], _width(x, bias, kind))))
 
 
 @operator("activation_backward")
@@ -272,48 +270,30 @@ def activation_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, kind: str
 ) -> tuple[Tensor, Tensor]:
     """(dx, dbias in fp32: empty without a bias)."""
-    width = _width(x, bias, kind)
-    dx, partials, form = _allocate_gradients(x, bias, kind)
-    if dx.numel() == 0:
-        return dx, _sum_of(partials)
-    rows = dy.numel() // width
-    programs = rows if bias is None else len(partials)
-    backward_kernel[(triton.cdiv(width, form.block) * programs,)](
-        dy.contiguous(),
-        x.contiguous(),
-        x if bias is None else bias,
-        dx,
-        partials,
-        rows,
-        width,
-        KIND=kind,
-        GATE=kind in GATED,
-        BIAS=bias is not None,
-        PREFETCH=form.prefetch,
-        **form.launch(),
-    )
-    return dx, _sum_of(partials)
-
-
-def _allocate_gradients(
-    x: Tensor, bias: Tensor | None, kind: str
-) -> tuple[Tensor, Tensor, KernelLaunch]:
-    """(dx, the partial sums of dbias [programs, n], empty without a bias, how the kernel is
-    launched).
-    """
     width, rows = _width(x, bias, kind), x.numel() // x.shape[-1]
     form = configuration("backward", kind, width, bias is not None, capability(x.device))
+    programs = rows if bias is None else min(form.programs, rows)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shape = (0, 0) if bias is None else (min(form.programs, rows), x.shape[-1])
-    return dx, torch.empty(shape, device=x.device), form
-
-
-@activation_backward.register_fake
-def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    dx, partials, _ = _allocate_gradients(x, bias, kind)
-    return dx, _sum_of(partials)
-
-
-def _sum_of(partials: Tensor) -> Tensor:
-    """dbias; without a bias empty, and no kernel is launched."""
-    return partials.sum(0) if partials.shape[1] else partials.new_empty(0)
+    # the parts of dbias
+    shape = (0, 0) if bias is None else (programs, x.shape[-1])
+    partials = torch.empty(shape, device=x.device)
+    if dx.numel():
+        launch(
+            backward_kernel,
+            (cdiv(width, form.block) * programs,),
+            form,
+            dy.contiguous(),
+            x.contiguous(),
+            x if bias is None else bias,
+            dx,
+            partials,
+            rows,
+            width,
+            KIND=kind,
+            GATE=kind in GATED,
+            BIAS=bias is not None,
+            BLOCK=form.block,
+            PREFETCH=form.prefetch,
+        )
+    # without a bias nothing is launched for the sum
+    return dx, partials.new_empty(0) if bias is None else partials.sum(0)

@@ -28,7 +28,7 @@ import math
 import torch
 from megatron.kernels.configurations import find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import capability, jit, operator, tl, triton
+from megatron.kernels.lang import capability, cdiv, jit, launch, operator, tl
 from torch import Tensor
 
 
@@ -153,9 +153,12 @@ def adamw_(
     if master.numel() == 0:
         return
     # on Hopper eight blocks of four warps for each of 132 multiprocessors: 128 kB in flight on each
-    row = find("adamw", capability(master.device)).numbers
-    grid = (min(row["programs"], triton.cdiv(master.numel(), row["block"])),)
-    adamw_kernel[grid](
+    row = find("adamw", capability(master.device))
+    block = row.numbers["block"]
+    launch(
+        adamw_kernel,
+        (min(row.numbers["programs"], cdiv(master.numel(), block)),),
+        row,
         master,
         grad,
         exp_avg,
@@ -168,6 +171,5 @@ def adamw_(
         lr,
         lr * weight_decay,
         **_constants(beta1, beta2, eps),
-        BLOCK=row["block"],
-        num_warps=row["num_warps"],
+        BLOCK=block,
     )

@@ -64,7 +64,7 @@ from megatron.kernels.attention_masks import (
 from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
 from megatron.kernels.dispatch import load_candidate
-from megatron.kernels.lang import jit, operator, tl
+from megatron.kernels.lang import jit, operator, register_autograd, tl
 from megatron.kernels.random import drop_of_head, drop_scores
 from torch import Tensor
 
@@ -346,7 +346,10 @@ def forward(
     q, k, v = (aligned(x.flatten(1, 2)) for x in (q, k, v))
     tiles = configuration("forward", d, options, mask.causal, q.dtype, lang.capability(q.device))
     fixed = constants(d, tiles, features(mask, options))
-    forward_kernel[(-(-s // fixed["M"]) * b * g * m,)](
+    lang.launch(
+        forward_kernel,
+        (lang.cdiv(s, fixed["M"]) * b * g * m,),
+        tiles,
         operand(q, fixed["M"]),
         operand(k, fixed["N"]),
         operand(v, fixed["N"]),
@@ -356,7 +359,6 @@ def forward(
         section=section(t, d, q.dtype, m),
         **given,
         **fixed,
-        **tiles.launch(),
     )
     return out, lse
 
@@ -395,7 +397,11 @@ OTHERS = (
 )
 
 
-@operator("flash_attention", schema=f"(Tensor[] qkv, {OTHERS}) -> (Tensor, Tensor)")
+@operator(
+    "flash_attention",
+    schema=f"(Tensor[] qkv, {OTHERS}) -> (Tensor, Tensor)",
+    fake=lambda qkv, *_: outputs(by_key_head(qkv)[0]),
+)
 def _flash_attention(qkv: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
     mask, options, backend = _parsed(others)
     q, k, v = by_key_head(qkv)
@@ -403,13 +409,23 @@ def _flash_attention(qkv: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tenso
     return compute(q, k, v, mask, options)
 
 
-_flash_attention.register_fake(lambda qkv, *_: outputs(by_key_head(qkv)[0]))
+def _backward_workspace(
+    dout: Tensor, _: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], *others: Any
+) -> list[Tensor]:
+    mask, options, backend = _parsed(others)
+    if backend == "triton":
+        keys = row_of_keys(qkv, mask.causal, options).numbers["N"]
+    else:
+        keys = load_candidate(backend).KEYS
+    return allocate(dout, out, lse, qkv, keys, options.deterministic).gradients
 
 
 @operator(
     "flash_attention_backward",
     schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor[] qkv, {OTHERS}) -> "
     "Tensor[]",
+    fake=lambda dout, dlse, out, lse, qkv, *_: [x.new_empty(x.shape) for x in qkv],
+    workspace=_backward_workspace,
 )
 def _flash_attention_backward(
     dout: Tensor,
@@ -422,28 +438,6 @@ def _flash_attention_backward(
     mask, options, backend = _parsed(others)
     differentiate = backward if backend == "triton" else load_candidate(backend).backward
     return differentiate(dout, dlse, out, lse, qkv, mask, options)
-
-
-_flash_attention_backward.register_fake(
-    lambda dout, dlse, out, lse, qkv, *_: [x.new_empty(x.shape) for x in qkv]
-)
-
-
-@_flash_attention_backward.register_workspace
-def _(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Sequence[Tensor],
-    *others: Any,
-) -> list[Tensor]:
-    mask, options, backend = _parsed(others)
-    if backend == "triton":
-        keys = row_of_keys(qkv, mask.causal, options).numbers["N"]
-    else:
-        keys = load_candidate(backend).KEYS
-    return allocate(dout, out, lse, qkv, keys, options.deterministic).gradients
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -464,7 +458,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
 
 
 # Inside torch.compile alone: torch.library's own function takes 0.2 ms of host time a call.
-_flash_attention.register_autograd(_differentiate, setup_context=_save)
+register_autograd("flash_attention", _differentiate, _save)
 
 
 class _FlashAttention(torch.autograd.Function):

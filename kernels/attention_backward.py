@@ -464,7 +464,10 @@ def prepare(tensors: BackwardTensors, lse: Tensor, dlse: Tensor | None) -> dict[
     """Fill base and delta, which are arguments of the kernels."""
     (b, n, s), (m, d), padded = lse.shape, tensors.out.shape[2:], tensors.base.shape[2]
     row = find("attention prepare", lang.capability(lse.device))
-    prepare_kernel[(padded // row.numbers["M"], b * n)](
+    lang.launch(
+        prepare_kernel,
+        (padded // row.numbers["M"], b * n),
+        row,
         tensors.out,
         tensors.dout,
         lse,
@@ -479,7 +482,6 @@ def prepare(tensors: BackwardTensors, lse: Tensor, dlse: Tensor | None) -> dict[
         d=d,
         D=columns(d),
         M=row.numbers["M"],
-        **row.launch(),
     )
     return {"padded": padded, "base": tensors.base, "delta": tensors.delta}
 
@@ -530,7 +532,10 @@ def _launch_dkv(
     """Fill dk and dv; dq without its scale is added to its sum, where there is one."""
     (s, _, m, d), (t, groups, _) = tensors.q.shape, tensors.k.shape
     fixed = constants(d, row, compiled_in)
-    dkv_kernel[(-(-t // fixed["N"]) * groups * (m // tensors.members),)](
+    lang.launch(
+        dkv_kernel,
+        (lang.cdiv(t, fixed["N"]) * groups * (m // tensors.members),),
+        row,
         *_operands(tensors, fixed),
         operand(tensors.dk_parts, fixed["N"]),
         operand(tensors.dv_parts, fixed["N"]),
@@ -539,7 +544,6 @@ def _launch_dkv(
         section=section(s, d, tensors.q.dtype),
         **given,
         **fixed,
-        **row.launch(),
     )
     add_parts(tensors)
 
@@ -558,11 +562,13 @@ def _launch_dq(
     """Fill dq, each tile by one program."""
     (s, groups, m, d), t = tensors.q.shape, len(tensors.k)
     fixed = constants(d, row, compiled_in)
-    dq_kernel[(-(-s // fixed["M"]) * groups * m,)](
+    lang.launch(
+        dq_kernel,
+        (lang.cdiv(s, fixed["M"]) * groups * m,),
+        row,
         *_operands(tensors, fixed),
         operand(tensors.dq, fixed["M"]),
         section=section(t, d, tensors.q.dtype, m),
         **given,
         **fixed,
-        **row.launch(),
     )

@@ -54,14 +54,16 @@ class Case:
 
 
 class Draw:
-    """Random operands of a device, small ones or those that are timed, in `dtype` unless an
-    operator asks for another one.
+    """Random operands of a device (on meta tensors without values), small ones or those that are
+    timed, in `dtype` unless an operator asks for another one.
     """
 
     def __init__(self, device: torch.device, tiny: bool, dtype: torch.dtype = torch.bfloat16):
         self.device, self.tiny, self.dtype, self.count = device, tiny, dtype, 0
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if self.device.type == "meta":
+            return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
         self.count += 1
         return torch.randn(
             *shape,
@@ -263,13 +265,14 @@ def _fp8(draw: Draw, key: dict[str, Any], part: str) -> Case:
     x = draw(*draw.sizes(key, rows=(130, 8192), width=(300, 4096)))
     scaling = key.get("scaling", "row" if part == "rows" else "block")
     turned, kind = key.get("transposed", part == "tiles"), getattr(torch, key.get("to", E4M3))
+    plain = key.get("plain", True)
 
     def call() -> Results:
-        found = fp8.quantise(x, kind, scaling, transposed=turned)
+        found = fp8.quantise(x, kind, scaling, plain=plain, transposed=turned)
         return tuple(each.float() if draw.tiny else each for each in found if each is not None)
 
     def expected(dtype: torch.dtype) -> Results:
-        sources = (x, x.t()) if turned else (x,)
+        sources = (x,) * plain + (x.t(),) * turned
         return tuple(
             each.float()
             for source in sources
@@ -341,16 +344,19 @@ def _initialise(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
 
 def _norm_operands(draw: Draw, key: dict[str, Any], wide: int) -> tuple[Tensor, ...]:
     """x, the residual or its gradient, dy, and the parameters; `wide`: just wider than a program
-    holds.
+    holds. Rows of x lie `stride` apart, or in groups of `inner` with others between.
     """
     dtype = torch.float32 if key.get("bytes") == 4 else draw.dtype
     if key.get("kind") == "wide":
         rows, width = draw.sizes(key, rows=(5, 1024), width=(wide, 65536))
     else:
         rows, width = draw.sizes(key, rows=(5, 8192), width=(300, 4096))
-    x = draw(rows, key.get("stride", width), dtype=dtype)[:, :width]
+    if inner := key.get("inner"):
+        x = draw(rows // inner, inner + 1, width, dtype=dtype)[:, :inner]
+    else:
+        x = draw(rows, key.get("stride", width), dtype=dtype)[:, :width]
     parameters = (draw(width, dtype=dtype) for _ in range(2 if key.get("centre") else 1))
-    return x, draw(rows, width, dtype=dtype), draw(rows, width, dtype=dtype), *parameters
+    return x, draw(*x.shape, dtype=dtype), draw(*x.shape, dtype=dtype), *parameters
 
 
 def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:

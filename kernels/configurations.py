@@ -82,8 +82,8 @@ class KernelLaunch:
     prefetch: int = 1
 
     def launch(self) -> dict[str, int]:
-        """The block and the warps, as a kernel's call takes them."""
-        return {"BLOCK": self.block, "num_warps": self.num_warps}
+        """As of Row."""
+        return {"num_warps": self.num_warps}
 
 
 def shared_memory(capability: int) -> int:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from megatron.kernels.configurations import KernelLaunch, columns_launch
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, capability, jit, operator, tl
+from megatron.kernels.lang import HOPPER, capability, jit, launch, operator, tl
 from torch import Tensor
 
 
@@ -148,7 +148,10 @@ def cross_entropy_parts(
     parts = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     if tokens:
         form = configuration(width, capability(logits.device))
-        parts_kernel[(tokens,)](
+        launch(
+            parts_kernel,
+            (tokens,),
+            form,
             logits,
             labels.contiguous(),
             parts,
@@ -158,14 +161,9 @@ def cross_entropy_parts(
             logits.stride(0),
             softcap or 0.0,
             SOFTCAP=softcap is not None,
-            **form.launch(),
+            BLOCK=form.block,
         )
     return parts
-
-
-cross_entropy_parts.register_fake(
-    lambda logits, *_: logits.new_empty((3, logits.shape[0]), dtype=torch.float32)
-)
 
 
 @operator("cross_entropy_backward_", mutates_args=("logits",))
@@ -184,7 +182,10 @@ def cross_entropy_backward_(
     if tokens:
         form = configuration(width, capability(logits.device))
         numbers = (each.float().contiguous() for each in (lse, dloss, dlse))
-        backward_kernel[(tokens,)](
+        launch(
+            backward_kernel,
+            (tokens,),
+            form,
             logits,
             labels.contiguous(),
             *numbers,
@@ -193,7 +194,7 @@ def cross_entropy_backward_(
             logits.stride(0),
             softcap or 0.0,
             SOFTCAP=softcap is not None,
-            **form.launch(),
+            BLOCK=form.block,
         )
 
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.kernels import apex, fa4, lang
@@ -54,32 +54,20 @@ UNMEASURED = f"triton is held against its definition at start; {NOT_MEASURED}"
 FAULTY: dict[str, str] = {}
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """How much faster than `rival` an implementation was: the ratio of all cases' times with its
-    95% interval. Written by kernels/tools/adopt.py.
-    """
+class Measurement(NamedTuple):
+    """Whether an implementation was faster than torch's, and what the banner prints of it."""
 
-    rival: str
-    ratio: float
-    low: float
-    high: float
     wins: bool
-    gpu: str
-    torch: str
-    triton: str
-    date: str
-
-    def __str__(self) -> str:
-        return f"measured {self.ratio:.2f} times {self.rival} on {self.gpu}"
+    text: str
 
 
 def read_measured(file: Path) -> dict[tuple[str, str, int], Measurement]:
-    """(operator, implementation, architecture) -> what was measured."""
+    """(operator, implementation, architecture) -> what kernels/tools/adopt.py has written."""
     found = {}
     for row in json.loads(file.read_text())["rows"]:
         key = row["operator"], row["implementation"], row["architecture"]
-        found[key] = Measurement(**{name: row[name] for name in Measurement.__dataclass_fields__})
+        text = f"measured {row['ratio']:.2f} times {row['rival']} on {row['gpu']}"
+        found[key] = Measurement(row["wins"], text)
     return found
 
 
@@ -156,9 +144,9 @@ def _automatic(
         elif name not in ("triton", "apex"):
             return Choice(name, because)
         elif found is not None and found.wins:
-            return Choice(name, str(found))
+            return Choice(name, found.text)
         elif found is not None:
-            passed_over.append(f"{name}: {found}")
+            passed_over.append(f"{name}: {found.text}")
         elif name == "triton" and trusted and is_gpu and arch in CHECKED_ON:
             return Choice(name, UNMEASURED)
         else:

@@ -20,9 +20,9 @@ from functools import partial
 
 import torch
 from megatron.kernels import philox
-from megatron.kernels.configurations import KernelLaunch, columns_launch
+from megatron.kernels.configurations import columns_launch
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
+from megatron.kernels.lang import capability, cdiv, jit, launch, operator, tl
 from megatron.kernels.random import keep_tile
 from torch import Tensor
 
@@ -40,11 +40,6 @@ def dropout_add_reference(
     words = [word.flatten() for word in rows]
     keep = philox.keep_mask(key, words, x.shape[-1], probability).view(x.shape)
     return residual + x * keep * (1 / (1 - probability))
-
-
-def configuration(width: int, arch: int = HOPPER) -> KernelLaunch:
-    """16 elements a thread."""
-    return columns_launch("dropout", width, arch)
 
 
 @partial(jit, do_not_specialize=("k0", "k1", "threshold"))
@@ -103,8 +98,11 @@ def dropout_add(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         x = x.contiguous()
-        form = configuration(width, capability(x.device))
-        dropout_kernel[(triton.cdiv(width, form.block) * s * b,)](
+        form = columns_launch("dropout", width, capability(x.device))
+        launch(
+            dropout_kernel,
+            (cdiv(width, form.block) * s * b,),
+            form,
             x,
             x if residual is None else residual.contiguous(),
             y,
@@ -117,9 +115,6 @@ def dropout_add(
             round(probability * 2**32),
             1 / (1 - probability),
             ADD=residual is not None,
-            **form.launch(),
+            BLOCK=form.block,
         )
     return y
-
-
-dropout_add.register_fake(lambda x, *_: x.new_empty(x.shape))

@@ -29,9 +29,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from megatron.kernels.configurations import KernelLaunch, columns_launch, find
+from megatron.kernels.configurations import columns_launch, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
+from megatron.kernels.lang import HOPPER, capability, cdiv, jit, launch, operator, tl
 from torch import Tensor
 
 from megatron.config.fp8 import BLOCK
@@ -222,32 +222,19 @@ def tile_kernel(
         )
 
 
-def row_configuration(n: int, arch: int = HOPPER) -> KernelLaunch:
-    """Of a row's program."""
-    return columns_launch("fp8 rows", n, arch)
-
-
 @operator("maxima_fp8")
 def maxima_fp8(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
     """What `find_maxima` gives."""
     m, n = x.shape
-    down, across = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
+    down, across = cdiv(m, BLOCK), cdiv(n, BLOCK)
     of_rows = torch.empty(across, m, dtype=torch.float32, device=x.device)
     of_columns = torch.empty(down, n, dtype=torch.float32, device=x.device)
-    warps = find("fp8 tiles", capability(x.device)).numbers["num_warps"]
-    maxima_kernel[(down * across,)](
-        x.contiguous(), of_rows, of_columns, m, n, M=BLOCK, N=BLOCK, num_warps=warps
-    )
+    row, given = find("fp8 tiles", capability(x.device)), (x.contiguous(), of_rows, of_columns)
+    launch(maxima_kernel, (down * across,), row, *given, m, n, M=BLOCK, N=BLOCK)
     if scaling == "row":
         return of_rows.amax(0), of_columns.amax(0)
     amax = of_rows.amax().view(1)
     return amax, amax.clone()
-
-
-@maxima_fp8.register_fake
-def _(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
-    m, n = x.shape if scaling == "row" else (1, 1)
-    return x.new_empty(m, dtype=torch.float32), x.new_empty(n, dtype=torch.float32)
 
 
 def find_maxima(x: Tensor, scaling: str) -> Maxima:
@@ -288,9 +275,9 @@ def quantise_fp8(
     q, scale = _side(x, dtype, scaling, plain, m, n)
     q_t, scale_t = _side(x, dtype, scaling, transposed, n, m)
     if scaling == "row" and not transposed and amax is None:
-        form = row_configuration(n, arch)
+        form = columns_launch("fp8 rows", n, arch)
         fixed = {"LARGEST": LARGEST[dtype], "COLUMNS": form.block, "LOOPS": form.block < n}
-        row_kernel[(m,)](x, q, scale, n, **fixed, num_warps=form.num_warps)
+        launch(row_kernel, (m,), form, x, q, scale, n, **fixed)
     else:
         if scaling != "block":
             _fill_scales(x, scaling, LARGEST[dtype], (scale, scale_t), (amax, amax_t))
@@ -328,7 +315,10 @@ def _quantise_tiles(
 ) -> None:
     """Fill q and q_t, whichever has room; with blocks their scales, too."""
     m, n = x.shape
-    tile_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(n, BLOCK),)](
+    launch(
+        tile_kernel,
+        (cdiv(m, BLOCK) * cdiv(n, BLOCK),),
+        find("fp8 tiles", capability(x.device)),
         x,
         q,
         scale,
@@ -343,23 +333,7 @@ def _quantise_tiles(
         TRANSPOSED=q_t.numel() > 0,
         M=BLOCK,
         N=BLOCK,
-        num_warps=find("fp8 tiles", capability(x.device)).numbers["num_warps"],
     )
-
-
-@quantise_fp8.register_fake
-def _(
-    x: Tensor,
-    dtype: torch.dtype,
-    scaling: str,
-    plain: bool,
-    transposed: bool,
-    amax: Tensor | None,
-    amax_t: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, n = x.shape
-    own = _side(x, dtype, scaling, plain, m, n)
-    return *own, *_side(x, dtype, scaling, transposed, n, m)
 
 
 def quantise(

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 from megatron.kernels.configurations import find
-from megatron.kernels.lang import capability, jit, operator, tl, triton
+from megatron.kernels.lang import capability, cdiv, jit, launch, operator, tl
 from torch import Tensor
 
 
@@ -46,17 +46,13 @@ def sum_of_squares(pieces: Sequence[Tensor]) -> Tensor:
     """The sum in float64 of at least one piece; one launch a piece."""
     # on Hopper four blocks of eight warps for each of 132 multiprocessors, sixteen elements a
     # thread: 64 kB in flight on each in fp32
-    row = find("grad_norm", capability(pieces[0].device)).numbers
-    block = row["block"]
+    row = find("grad_norm", capability(pieces[0].device))
+    block, most = row.numbers["block"], row.numbers["programs"]
     assert all(piece.is_contiguous() and piece.dtype != torch.float64 for piece in pieces)
-    programs = [min(row["programs"], triton.cdiv(piece.numel(), block)) for piece in pieces]
+    programs = [min(most, cdiv(piece.numel(), block)) for piece in pieces]
     partials = torch.empty(sum(programs), dtype=torch.float64, device=pieces[0].device)
     for piece, partial in zip(pieces, partials.split(programs), strict=True):
         if piece.numel():
-            squares_kernel[(partial.numel(),)](
-                piece, partial, piece.numel(), BLOCK=block, num_warps=row["num_warps"]
-            )
+            grid = (partial.numel(),)
+            launch(squares_kernel, grid, row, piece, partial, piece.numel(), BLOCK=block)
     return partials.sum()
-
-
-sum_of_squares.register_fake(lambda pieces: pieces[0].new_empty((), dtype=torch.float64))

@@ -23,7 +23,15 @@ from __future__ import annotations
 import torch
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import store_rounded
-from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
+from megatron.kernels.lang import (
+    capability,
+    cdiv,
+    jit,
+    launch,
+    next_power_of_2,
+    operator,
+    tl,
+)
 from torch import Tensor
 
 GROUP = 8  # tiles of rows whose programs follow each other, so that they find W in the cache
@@ -197,7 +205,7 @@ def weight_kernel(
     store_rounded(out, total, inside)
 
 
-def configuration(what: str, itemsize: int, arch: int = HOPPER) -> Row:
+def configuration(what: str, itemsize: int, arch: int) -> Row:
     """The tiles of "rows" or "weight" for operands of `itemsize` bytes."""
     return find(f"grouped_gemm {what}", arch, bytes=itemsize)
 
@@ -232,8 +240,11 @@ def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tenso
         return y
     row = configuration("rows", x.element_size(), capability(x.device))
     sizes = _sizes(row)
-    tiles = triton.cdiv(x.shape[0], sizes["M"]) + min(experts, x.shape[0]) - 1
-    rows_kernel[(tiles * triton.cdiv(width, sizes["N"]),)](
+    tiles = cdiv(x.shape[0], sizes["M"]) + min(experts, x.shape[0]) - 1
+    launch(
+        rows_kernel,
+        (tiles * cdiv(width, sizes["N"]),),
+        row,
         x,
         weight,
         y,
@@ -243,17 +254,11 @@ def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tenso
         inner,
         tiles,
         TURNED=turned,
-        EXPERTS=triton.next_power_of_2(experts),
+        EXPERTS=next_power_of_2(experts),
         GROUP=GROUP,
         **sizes,
-        **row.launch(),
     )
     return y
-
-
-grouped_gemm.register_fake(
-    lambda x, weight, _, turned: x.new_empty((x.shape[0], weight.shape[1 if turned else 2]))
-)
 
 
 @operator("grouped_weight_grad_", mutates_args=("grad",))
@@ -266,7 +271,6 @@ def grouped_weight_grad_(
     assert dy.is_contiguous() and dy.shape == (x.shape[0], width) and x.shape[1] == inner
     row = configuration("weight", x.element_size(), capability(x.device))
     sizes = _sizes(row)
-    tiles = triton.cdiv(width, sizes["M"]) * triton.cdiv(inner, sizes["N"])
-    weight_kernel[(experts * tiles,)](
-        dy, x, grad, ends, width, inner, OVERWRITE=overwrite, **sizes, **row.launch()
-    )
+    tiles = cdiv(width, sizes["M"]) * cdiv(inner, sizes["N"])
+    given = (dy, x, grad, ends, width, inner)
+    launch(weight_kernel, (experts * tiles,), row, *given, OVERWRITE=overwrite, **sizes)

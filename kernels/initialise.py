@@ -29,7 +29,15 @@ from functools import partial
 import torch
 from megatron.kernels import philox
 from megatron.kernels.configurations import KernelLaunch, find
-from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
+from megatron.kernels.lang import (
+    capability,
+    cdiv,
+    jit,
+    launch,
+    next_power_of_2,
+    operator,
+    tl,
+)
 from megatron.kernels.random import philox4x32
 from torch import Tensor
 
@@ -87,11 +95,11 @@ def normal_kernel(
     tl.store(out + row[:, None] * columns + column[None, :], values, mask=inside)
 
 
-def configuration(columns: int, arch: int = HOPPER) -> KernelLaunch:
+def configuration(columns: int, arch: int) -> KernelLaunch:
     """Two counters a thread, along a row where it is long enough."""
     row = find("initialise", arch)
     size = row.numbers["block"]
-    blocks = min(size, triton.next_power_of_2(triton.cdiv(columns, 4) + 1))
+    blocks = min(size, next_power_of_2(cdiv(columns, 4) + 1))
     return KernelLaunch(row, blocks, row.numbers["num_warps"], size // blocks)
 
 
@@ -103,11 +111,11 @@ def normal_(out: Tensor, k0: int, k1: int, first_row: int, first_column: int, st
     assert out.is_contiguous() and out.dtype == torch.float32
     (rows, columns), tile = out.shape, configuration(out.shape[1], capability(out.device))
     if out.numel():
-        grid = (
-            triton.cdiv(rows, tile.rows),
-            triton.cdiv(triton.cdiv(first_column % 4 + columns, 4), tile.block),
-        )
-        normal_kernel[grid](
+        blocks = cdiv(first_column % 4 + columns, 4)
+        launch(
+            normal_kernel,
+            (cdiv(rows, tile.rows), cdiv(blocks, tile.block)),
+            tile,
             out,
             k0,
             k1,
@@ -120,5 +128,4 @@ def normal_(out: Tensor, k0: int, k1: int, first_row: int, first_column: int, st
             ANGLE=ANGLE,
             ROWS=tile.rows,
             BLOCKS=tile.block,
-            num_warps=tile.num_warps,
         )

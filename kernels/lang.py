@@ -8,9 +8,10 @@ A kernel runs compiled on CUDA tensors, and on CPU tensors in Triton's interpret
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ else:
 
 
 HOPPER = 90
+ARCH_WITHOUT_GPU = HOPPER  # where there is no GPU, configurations are those of this one
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many blocks of this size n elements take."""
+    return -(-n // size)
 
 
 def next_power_of_2(n: int) -> int:
@@ -42,52 +49,76 @@ CALLED: dict[str, Callable] = {}
 FAKES: dict[str, Callable] = {}
 
 
-class Operator:
-    """torch.ops.megatron.NAME; without a schema, that of the function's annotations."""
-
-    def __init__(self, name: str, function: Callable, mutates_args: Sequence[str], schema: str):
-        self.name = f"megatron::{name}"
-        schema = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
-        LIBRARY.define(name + schema)
-        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        CALLED[self.name] = function
-        self.overload = getattr(torch.ops.megatron, name).default
-        functools.update_wrapper(self, function)
-        if not self.overload._schema.returns:
-            self.register_fake(lambda *_, **__: None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.overload(*args, **kwargs)
-
-    def register_fake(self, function: Callable) -> None:
-        """What shapes and types the results have. The planner counts what the function allocates,
-        the operator's workspace among it, unless `register_workspace` gives it another function.
-        """
-        FAKES.setdefault(self.name, function)
-        torch.library.register_fake(self.name, function, lib=LIBRARY)
-
-    def register_workspace(self, function: Callable) -> None:
-        """A fake that allocates the operator's workspace too, where its size cannot be computed
-        from the symbolic shapes of torch.compile.
-        """
-        FAKES[self.name] = function
-
-    def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
-        """How it is differentiated."""
-        torch.library.register_autograd(
-            self.name, backward, setup_context=setup_context, lib=LIBRARY
-        )
-
-
 def operator(
-    name: str, mutates_args: Sequence[str] = (), schema: str = ""
-) -> Callable[[Callable], Operator]:
-    """Make an operator of a function, which torch.compile and fake tensors see as one. Autograd
-    does not count its writes to `mutates_args`.
+    name: str,
+    mutates_args: Sequence[str] = (),
+    schema: str = "",
+    fake: Callable | None = None,
+    workspace: Callable | None = None,
+) -> Callable[[Callable], Any]:
+    """Make torch.ops.megatron.NAME of a function, which torch.compile and fake tensors see as one
+    operator. Without a schema it has that of the function's annotations. Autograd does not count
+    its writes to `mutates_args`.
+
+    On tensors without memory the function itself runs, and launches nothing: the planner counts
+    what it allocates. `fake` runs in its place where torch.compile cannot run the function, and
+    `workspace` in the planner, where `fake` does not allocate what the function does.
 
     torch.library.custom_op does the same and takes three times as long a call on the host.
     """
-    return lambda function: Operator(name, function, mutates_args, schema)
+
+    def make(function: Callable) -> Any:
+        full_name = f"megatron::{name}"
+        declared = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
+
+        def without_memory(*args: Any, **kwargs: Any) -> Any:
+            receiver = _receiver.get()
+            if fake is not None and receiver is None:
+                return fake(*args, **kwargs)
+            with launches_to(receiver or _discard):
+                return function(*args, **kwargs)
+
+        LIBRARY.define(name + declared)
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(full_name, without_memory, lib=LIBRARY)
+        CALLED[full_name], FAKES[full_name] = function, workspace or without_memory
+        return getattr(torch.ops.megatron, name).default
+
+    return make
+
+
+def register_autograd(name: str, backward: Callable, setup_context: Callable) -> None:
+    """How an operator is differentiated."""
+    torch.library.register_autograd(
+        f"megatron::{name}", backward, setup_context=setup_context, lib=LIBRARY
+    )
+
+
+# what is given the launches in place of the GPU
+_receiver: ContextVar[Callable[..., None] | None] = ContextVar("receiver", default=None)
+
+
+@contextmanager
+def launches_to(receiver: Callable[..., None]) -> Iterator[None]:
+    """While open, `receiver` is given the arguments of `launch`, and nothing is launched."""
+    token = _receiver.set(receiver)
+    try:
+        yield
+    finally:
+        _receiver.reset(token)
+
+
+def _discard(*_: Any, **__: Any) -> None:
+    """Takes a launch and does nothing."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], row: Any, *args: Any, **kwargs: Any) -> None:
+    """Launch a kernel with the warps and options of a row of the table (configurations.py)."""
+    receiver = _receiver.get()
+    if receiver is None:
+        kernel[grid](*args, **kwargs, **row.launch())
+    else:
+        receiver(kernel, grid, row, *args, **kwargs)
 
 
 def interpreted() -> bool:
@@ -112,11 +143,9 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def capability(device: torch.device) -> int:
-    """The architecture that configurations are chosen for: 90 for Hopper, whose configurations
-    serve where there is no GPU.
-    """
+    """The architecture that configurations are chosen for: 90 for Hopper."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return HOPPER
+        return ARCH_WITHOUT_GPU
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

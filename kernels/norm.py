@@ -26,13 +26,13 @@ import torch
 from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import (
-    HOPPER,
     capability,
+    cdiv,
     jit,
+    launch,
     next_power_of_2,
     operator,
     tl,
-    triton,
 )
 from torch import Tensor
 
@@ -51,9 +51,7 @@ def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -
     return (normed * weight + bias).to(x.dtype)
 
 
-def configuration(
-    direction: str, width: int, dtype: torch.dtype, arch: int = HOPPER
-) -> KernelLaunch:
+def configuration(direction: str, width: int, dtype: torch.dtype, arch: int) -> KernelLaunch:
     """Of "forward", 32 bytes of x a thread, or "backward": 16 elements a thread, 16 warps at once
     on each of 132 processors, which is what its registers allow. What that leaves to hide memory's
     latency behind are two rows (fp32: one) of each operand on their way.
@@ -440,7 +438,7 @@ def allocate_outputs(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
 def allocate_gradients(x: Tensor, form: KernelLaunch, kinds: int) -> tuple[Tensor, Tensor]:
     """(dx, the partial sums [kinds, programs, n] of that many parameters)."""
     width = x.shape[-1]
-    programs = min(form.programs, -(-(x.numel() // width) // form.rows))
+    programs = min(form.programs, cdiv(x.numel() // width, form.rows))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return dx, torch.empty(kinds, programs, width, device=x.device)
 
@@ -454,9 +452,11 @@ def _forward(
     width, rows = x.shape[-1], statistics.shape[1]
     if rows:
         form = configuration("forward", width, x.dtype, capability(x.device))
-        kernel = forward_kernel if form.block >= width else wide_forward_kernel
         x, *view = _rows(x)
-        kernel[(triton.cdiv(rows, form.rows),)](
+        launch(
+            forward_kernel if form.block >= width else wide_forward_kernel,
+            (cdiv(rows, form.rows),),
+            form,
             x,
             x if residual is None else residual.contiguous(),
             weight,
@@ -471,7 +471,7 @@ def _forward(
             ADD=residual is not None,
             CENTRE=bias is not None,
             ROWS=form.rows,
-            **form.launch(),
+            BLOCK=form.block,
         )
     return y, total, statistics
 
@@ -483,9 +483,6 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Te
     return y, statistics
 
 
-norm.register_fake(lambda x, weight, bias, eps: allocate_outputs(x, bias))
-
-
 @operator("add_norm")
 def add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
@@ -493,14 +490,6 @@ def add_norm(
     """(y, x + residual, statistics)."""
     assert residual.shape == x.shape and residual.dtype == x.dtype
     return _forward(x, residual, weight, bias, eps)
-
-
-@add_norm.register_fake
-def _(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    y, statistics = allocate_outputs(x, bias)
-    return y, torch.empty_like(y), statistics
 
 
 def _launch_backward(
@@ -520,16 +509,16 @@ def _launch_backward(
     dy, (x, *view) = dy.contiguous(), _rows(total)
     read, shape = (dy, x, weight, statistics), (rows, *view, width)
     written = (dy if dtotal is None else dtotal.contiguous(), dx, partials)
-    add = dtotal is not None
-    fixed = {"CENTRE": kinds == 2, **form.launch()}
+    whole = {"CENTRE": kinds == 2, "BLOCK": form.block}
+    fixed = whole | {"ADD": dtotal is not None}
     if form.block >= width:
         fixed |= {"ROWS": form.rows, "PREFETCH": form.prefetch}
-        backward_kernel[(programs,)](*read, *written, *shape, ADD=add, **fixed)
+        launch(backward_kernel, (programs,), form, *read, *written, *shape, **fixed)
     else:
         projections = torch.empty_like(statistics)
-        projection_kernel[(rows,)](*read, projections, *shape, **fixed)
-        grid = triton.cdiv(width, form.block), programs
-        wide_backward_kernel[grid](*read, projections, *written, *shape, ADD=add, **fixed)
+        launch(projection_kernel, (rows,), form, *read, projections, *shape, **whole)
+        grid = cdiv(width, form.block), programs
+        launch(wide_backward_kernel, grid, form, *read, projections, *written, *shape, **fixed)
 
 
 @operator("norm_backward")
@@ -541,19 +530,8 @@ def norm_backward(
     """
     _check(total, weight)
     assert dy.shape == total.shape and dy.dtype == total.dtype
-    form = _backward_configuration(total)
+    form = configuration("backward", total.shape[-1], total.dtype, capability(total.device))
     dx, partials = allocate_gradients(total, form, len(statistics))
     if dx.numel():
         _launch_backward(dy, total, weight, statistics, dtotal, dx, partials, form)
-    return dx, partials.sum(1)
-
-
-def _backward_configuration(x: Tensor) -> KernelLaunch:
-    return configuration("backward", x.shape[-1], x.dtype, capability(x.device))
-
-
-@norm_backward.register_fake
-def _(dy: Tensor, total: Tensor, weight: Tensor, statistics: Tensor, _: Tensor | None) -> tuple:
-    form = _backward_configuration(total)
-    dx, partials = allocate_gradients(total, form, len(statistics))
     return dx, partials.sum(1)

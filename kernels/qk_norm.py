@@ -27,13 +27,13 @@ import torch
 from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import (
-    HOPPER,
     capability,
+    cdiv,
     jit,
+    launch,
     next_power_of_2,
     operator,
     tl,
-    triton,
 )
 from megatron.kernels.norm import (
     allocate_gradients,
@@ -69,7 +69,7 @@ def qk_norm_reference(
     return torch.cat((*normed, values), dim=3).to(qkv.dtype)
 
 
-def configuration(direction: str, d: int, arch: int = HOPPER) -> KernelLaunch:
+def configuration(direction: str, d: int, arch: int) -> KernelLaunch:
     """Of "forward" or "backward", for heads of d channels."""
     row = find(f"qk_norm {direction}", arch)
     block = next_power_of_2(d)
@@ -248,8 +248,8 @@ def backward_kernel(
 def _shared(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, form: KernelLaunch
 ) -> dict[str, Any]:
-    """The arguments of both kernels: sizes, tables and launch. Where there are no tables, what is
-    passed for them is not read.
+    """The arguments of both kernels: sizes and tables. Where there are no tables, what is passed
+    for them is not read.
     """
     s, b, g, heads, d = qkv.shape
     width = 0 if cos is None else cos.shape[-1]
@@ -273,7 +273,7 @@ def _shared(
         "TURN": width > 0,
         "HALF": width // 2,
         "ROWS": form.rows,
-        **form.launch(),
+        "BLOCK": form.block,
     }
 
 
@@ -304,7 +304,10 @@ def qk_norm(
     if not rows:
         return y, statistics
     form = configuration("forward", d, capability(qkv.device))
-    forward_kernel[(triton.cdiv(rows, form.rows),)](
+    launch(
+        forward_kernel,
+        (cdiv(rows, form.rows),),
+        form,
         qkv,
         q_weight,
         k_weight,
@@ -317,9 +320,6 @@ def qk_norm(
         **_shared(qkv, cos, sin, form),
     )
     return y, statistics
-
-
-qk_norm.register_fake(lambda qkv, q, k, q_bias, *_: allocate_outputs(qkv, q_bias))
 
 
 @operator("qk_norm_backward")
@@ -339,7 +339,10 @@ def qk_norm_backward(
     form = configuration("backward", qkv.shape[-1], capability(qkv.device))
     dx, partials = allocate_gradients(qkv, form, 2 * len(statistics))
     if dx.numel():
-        backward_kernel[(partials.shape[1],)](
+        launch(
+            backward_kernel,
+            (partials.shape[1],),
+            form,
             dy,
             qkv,
             q_weight,
@@ -350,11 +353,4 @@ def qk_norm_backward(
             CENTRE=len(statistics) == 2,
             **_shared(qkv, cos, sin, form),
         )
-    return dx, partials.sum(1)
-
-
-@qk_norm_backward.register_fake
-def _(dy: Tensor, qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    form = configuration("backward", qkv.shape[-1], capability(qkv.device))
-    dx, partials = allocate_gradients(qkv, form, 2 * len(others[-1]))
     return dx, partials.sum(1)

@@ -20,7 +20,15 @@ from __future__ import annotations
 import torch
 from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
+from megatron.kernels.lang import (
+    capability,
+    cdiv,
+    jit,
+    launch,
+    next_power_of_2,
+    operator,
+    tl,
+)
 from torch import Tensor
 
 
@@ -32,11 +40,11 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Ten
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
 
 
-def configuration(heads: int, half: int, arch: int = HOPPER) -> KernelLaunch:
+def configuration(heads: int, half: int, arch: int) -> KernelLaunch:
     """1024 to 4096 channels of a token a program, with no more idle heads than there must be, and 8
     pairs a thread.
     """
-    block = triton.next_power_of_2(half)
+    block = next_power_of_2(half)
     row = find("rotary", arch)
     together = max(row.numbers["block"] // block, 1)
     while together * block > 512 and heads % together:
@@ -104,7 +112,10 @@ def rotary_(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
     if x.numel() == 0 or width == 0:
         return
     form = configuration(heads, width // 2, capability(x.device))
-    rotary_kernel[(s * b, triton.cdiv(heads, form.rows))](
+    launch(
+        rotary_kernel,
+        (s * b, cdiv(heads, form.rows)),
+        form,
         x,
         cos,
         sin,
@@ -120,5 +131,5 @@ def rotary_(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
         GROUP=group,
         HALF=width // 2,
         HEADS=form.rows,
-        **form.launch(),
+        BLOCK=form.block,
     )

@@ -14,16 +14,17 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE
+from typing import IO, Any
 
 import torch
 from megatron.kernels import lang
@@ -66,83 +67,58 @@ def faults(variants: Mapping[str, Sequence[Variant]], device: torch.device) -> d
     ]
     found: dict[str, str] = {}
     while waiting:
-        with _Child([variant for _, variant in waiting], device) as child:
-            answers = list(child.answers())
+        lines, end = _lines_of_child([variant for _, variant in waiting], device)
+        if not lines:
+            fault = f"no kernel could be checked: {end}"
+            return {operator: fault for operator, _ in waiting} | found
+        answers = [json.loads(line)["fault"] for line in lines[1:]]
         for (operator, variant), answer in zip(waiting, answers):
             if answer:
                 found.setdefault(operator, f"{variant}: {answer}")
             else:
                 _remember(_place(variant, device))
         waiting = waiting[len(answers) :]
-        if waiting and not child.ready:
-            fault = f"no kernel could be checked: {child.end}"
-            return {operator: fault for operator, _ in waiting} | found
         if waiting:  # the child ended in the first of them
             operator, variant = waiting[0]
-            found.setdefault(operator, f"{variant}: {child.end}")
+            found.setdefault(operator, f"{variant}: {end}")
             waiting = [each for each in waiting if each[0] not in found]
     return found
 
 
-class _Child:
-    """A process that computes variants in order; killed when its context is left."""
+def _lines_of_child(variants: Sequence[Variant], device: torch.device) -> tuple[list[bytes], str]:
+    """(what a process that computes the variants in order writes: a line when it is ready, and one
+    for each variant; why lines are missing). It is killed when it is silent for too long.
+    """
+    request = {"device": str(device), "variants": [asdict(each) for each in variants]}
+    lines: list[bytes] = []
+    with (
+        tempfile.TemporaryFile() as log,
+        # without a buffer, in which select would not see a line
+        subprocess.Popen(COMMAND, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=log) as process,
+    ):
+        try:
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+                pipe.write(json.dumps(request).encode())
+            for limit in (START_LIMIT_S, *(LIMIT_S for _ in variants)):
+                readable, _, _ = select.select([process.stdout], [], [], limit)
+                if not readable:
+                    return lines, f"no result after {limit:g} s"
+                line = process.stdout.readline()
+                if not line.endswith(b"\n"):
+                    return lines, _reason(process, log)
+                lines.append(line)
+        finally:
+            process.kill()
+    return lines, ""
 
-    def __init__(self, variants: Sequence[Variant], device: torch.device):
-        request = {"device": str(device), "variants": [asdict(each) for each in variants]}
-        self.log = tempfile.TemporaryFile()
-        self.process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
-        )
-        self.count, self.ready, self.end = len(variants), False, ""
-        with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:
-            pipe.write(json.dumps(request))
 
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-        self.log.close()
-
-    def answers(self) -> Iterator[str]:
-        """The fault of each variant, "" where there is none, until all have been computed, or the
-        process ends or is silent for too long; then `end` has the reason.
-        """
-        self.ready = bool(self._line(START_LIMIT_S))  # its first line
-        for _ in range(self.count if self.ready else 0):
-            line = self._line(LIMIT_S)
-            if not line:
-                return
-            yield json.loads(line)["fault"]
-
-    def _line(self, limit: float) -> str:
-        """The next line of its output; "" where it ends before, or within `limit` seconds has not
-        written one and is killed.
-        """
-
-        def stop() -> None:
-            self.end = f"no result after {limit:g} s"
-            self.process.kill()
-
-        timer = threading.Timer(limit, stop)
-        timer.daemon = True
-        timer.start()
-        line = self.process.stdout.readline()
-        timer.cancel()
-        if line.endswith("\n"):
-            return line
-        self.end = self.end or self._reason()
-        return ""
-
-    def _reason(self) -> str:
-        """How the process ended, with the last line that it logged."""
-        code = self.process.wait()
-        self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").strip().splitlines()
-        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"its process ended with {ended}" + (f": {lines[-1]}" if lines else "")
+def _reason(process: subprocess.Popen, log: IO[bytes]) -> str:
+    """How a process ended, with the last line that it logged."""
+    code = process.wait()
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"its process ended with {ended}" + (f": {lines[-1]}" if lines else "")
 
 
 def _place(variant: Variant, device: torch.device) -> Path:

@@ -131,11 +131,12 @@ def using(row: Row) -> Iterator[None]:
         place.update(before)
 
 
-def compiled(row: Row, arch: int) -> list[Compiled]:
-    """What is compiled from a row."""
+def compiled(row: Row, arch: int, *, whole: bool = True) -> list[Compiled]:
+    """What is compiled from a row, or not `whole` the first."""
     with using(row):
         family = compilations(arch, row.operator.split()[0])
-        return [replace(each, arch=arch) for each in family if each.row == row]
+        of_row = (replace(each, arch=arch) for each in family if each.row == row)
+        return list(itertools.islice(of_row, None if whole else 1))
 
 
 def gate(
@@ -168,8 +169,7 @@ def gate(
 def shapes_of(rows: list[Row], arch: int, whole: bool) -> Iterator[Compiled]:
     """What is compiled from rows, of each all or the first, named by the row's place."""
     for at, row in enumerate(rows):
-        shapes = compiled(row, arch)
-        for shape in shapes if whole else shapes[:1]:
+        for shape in compiled(row, arch, whole=whole):
             yield replace(shape, name=f"{at}/{shape.name}")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.config.errors import UserError
 from megatron.kernels.activation import apply_function
-from megatron.kernels.lang import operator
+from megatron.kernels.lang import operator, register_autograd
 from megatron.model.dropout import Dropout
 from megatron.model.layer import TransformerLayer
 from megatron.model.linear import DEFERRED, Linear, _ColumnLinear, _Linear, _RowLinear
@@ -94,18 +94,19 @@ def _context(weight: Tensor, bias: Tensor | None, *saved: Tensor) -> SimpleNames
     )
 
 
-@operator("linear")
+@operator(
+    "linear",
+    fake=lambda x, weight, bias, kind, rows: x.new_empty((rows, *x.shape[1:-1], weight.shape[0])),
+)
 def _opaque_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
     tp = weight.tensor_parallel
     return FUNCTIONS[kind].forward(_context(weight, bias), x, weight, bias, tp)
 
 
-@_opaque_linear.register_fake
-def _(x, weight, bias, kind, rows):
-    return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
-
-
-@operator("linear_backward")
+@operator(
+    "linear_backward",
+    fake=lambda dy, x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
 def _opaque_linear_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str
 ) -> Tensor:
@@ -113,11 +114,6 @@ def _opaque_linear_backward(
         # a compiled graph writes something else into them as soon as it has read them
         dy, x = dy.clone(), x.clone()
     return FUNCTIONS[kind].backward(_context(weight, bias, x), dy)[0]
-
-
-@_opaque_linear_backward.register_fake
-def _(dy, x, weight, bias, kind):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _save_linear(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -130,7 +126,7 @@ def _differentiate_linear(ctx: Any, dy: Tensor) -> tuple:
     return dx, None, None, None, None
 
 
-_opaque_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)
+register_autograd("linear", _differentiate_linear, _save_linear)
 
 
 class LinearOperator:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from megatron.kernels.configurations import Row
 from megatron.kernels.lang import jit, tl
-from megatron.kernels.tools.shipped import Compiled, attention_compiled
+from megatron.kernels.tools import tune
+from megatron.kernels.tools.shipped import Compiled
 
 
 @jit
@@ -54,8 +55,9 @@ def aot():
     yield product("no wgmma", 32, 64, 64, 4, 2)
     # 139 registers are needed
     numbers = {"M": 128, "N": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 128}
-    row = Row("attention forward", 90, {}, numbers)
-    yield replace(attention_compiled("forward", 128, row, "causal"), name="serialised")
+    row = Row("attention forward", 90, {"d": 128, "kind": "causal"}, numbers)
+    (causal,) = tune.compiled(row, 90, whole=False)
+    yield replace(causal, name="serialised")
     yield Compiled("does not compile", wrong_kernel, {"a": "*fp32"}, {"N": 16})
     yield Compiled("kills the compiler", Deadly(), {}, {})
     yield product("good after it", 64, 64, 64, 4, 2)
