@@ -30,6 +30,7 @@ from megatron.config.errors import UserError
 
 TYPES = {  # Triton's
     torch.bfloat16: "bf16",
+    torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8e4nv",
@@ -93,7 +94,7 @@ def _is_divisible(value: Any) -> bool:
     return isinstance(value, int) and value % 16 == 0
 
 
-def _compiled(name: str, kernel: Any, row: Any, given: dict[str, Any]) -> Compiled:
+def compiled_from(name: str, kernel: Any, row: Any, given: dict[str, Any]) -> Compiled:
     """What Triton compiles for a launch with these arguments."""
     declared, options = kernel.fn.__annotations__, row.launch()
     # of Triton's interpreter, its decorator's arguments
@@ -137,7 +138,7 @@ def _launched(call: Call, arch: int) -> list[Compiled]:
         case = case_of(Variant(kernel, dtype, settings), torch.device("meta"))
         with lang.launches_to(record):
             case.call()
-    return [_compiled(name, *launch) for name, launch in zip(names, launches) if name]
+    return [compiled_from(name, *launch) for name, launch in zip(names, launches) if name]
 
 
 # The variants of attention that are compiled for each head dimension.

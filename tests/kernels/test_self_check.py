@@ -5,6 +5,7 @@ every rank's.
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.kernels import cases, dispatch, lang, self_check
 from megatron.kernels.self_check import Variant
+from megatron.kernels.tools.shipped import compiled_from
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
@@ -144,29 +146,13 @@ RUNS = {
 }
 
 
-def specialisation(kernel, args, kwargs) -> tuple:
-    """What Triton compiles a launch by: the kernel, types, constants, and of integers and pointers
-    whether they are 1 or multiples of 16.
-    """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+def specialisation(kernel, args, kwargs) -> str:
+    """What Triton compiles a launch by."""
     given = dict(zip(kernel.arg_names, args)) | kwargs
-    fixed = kernel.kwargs.get("do_not_specialize") or ()
-
-    def key(name: str, value: object) -> object:
-        constant = "constexpr" in str(kernel.fn.__annotations__.get(name, ""))
-        if isinstance(value, torch.Tensor):
-            return value.dtype, value.data_ptr() % 16 == 0
-        if isinstance(value, TensorDescriptor):
-            return value.base.dtype, tuple(value.block_shape)
-        if constant or value is None:
-            return value
-        if isinstance(value, int):
-            return name in fixed or (value == 1, value % 16 == 0)
-        return type(value)
-
-    names = (*kernel.arg_names, "num_warps", "num_stages")
-    return kernel.fn.__name__, *((name, key(name, given.get(name))) for name in names)
+    names = ("num_warps", "num_stages", "maxnreg")
+    options = {name: given.pop(name) for name in names if name in given}
+    found = compiled_from("", kernel, SimpleNamespace(launch=lambda: options), given)
+    return str(replace(found, kernel=kernel.fn.__name__, row=None))
 
 
 @on_cpu
@@ -201,7 +187,7 @@ def test_the_variants_are_those_that_a_run_launches(name, monkeypatch, tmp_path,
         for variant in each:
             assert cases.wrong(cases.case_of(variant, CPU)) == "", variant
     missing = launched["run"] - launched["check"]
-    assert launched["run"] and not missing, "\n".join(map(str, sorted(missing, key=str)))
+    assert launched["run"] and not missing, "\n".join(sorted(missing))
 
 
 def test_a_smaller_number_compiles_alike():
