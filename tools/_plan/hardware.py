@@ -127,41 +127,19 @@ class Hardware:
         return (self.collective_us + hops) * 1e-6 + moved / rate
 
 
-@dataclass
-class Seconds:
-    """What a pass takes, by what it is spent on; `exposed` by axis."""
-
-    products: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    slowdown: float = 0.0
-    exposed: dict[str, float] | None = None
-    host: float = 0.0  # what launches take beyond all that runs on the device
+class Seconds(dict[str, float]):
+    """Of passes, by what they are spent on: kernels, launches, and exchanges that nothing hides by
+    their axis.
+    """
 
     @property
     def total(self) -> float:
-        return (
-            self.products
-            + self.attention
-            + self.memory
-            + self.slowdown
-            + sum((self.exposed or {}).values())
-            + self.host
-        )
+        return sum(self.values())
 
-    def plus(self, other: Seconds, times: int = 1) -> Seconds:
+    def add(self, other: Seconds, times: int = 1) -> None:
         """With `times` of another pass."""
-        exposed = dict(self.exposed or {})
-        for axis, value in (other.exposed or {}).items():
-            exposed[axis] = exposed.get(axis, 0.0) + times * value
-        return Seconds(
-            self.products + times * other.products,
-            self.attention + times * other.attention,
-            self.memory + times * other.memory,
-            self.slowdown + times * other.slowdown,
-            exposed,
-            self.host + times * other.host,
-        )
+        for name, value in other.items():
+            self[name] = self.get(name, 0.0) + times * value
 
 
 class Pricing:
@@ -229,14 +207,21 @@ class Pricing:
         memory = factor * hardware.stream_seconds(moved)
         left = {"products": products, "cores": attention, "pass": products + attention + memory}
         exposed, hidden = self._exposed(work, left)
-        found = Seconds(products, attention, memory, hardware.slowdown * hidden, exposed)
+        found = Seconds(
+            {
+                "matrix products": products,
+                "attention": attention,
+                "memory-bound kernels": memory,
+                "slowed by overlap": hardware.slowdown * hidden,
+                **exposed,
+            }
+        )
         launching = factor * work.launches * self.launch_seconds
-        device = found.total
-        if hardware.cores:  # one thread launches and computes
-            found.host = launching
-        else:
+        if not hardware.cores:  # else one thread launches and computes
             # kernels differ in length: the device starves at some before the host is slower in all
-            found.host = (device**STARVES + launching**STARVES) ** (1 / STARVES) - device
+            device = found.total
+            launching = (device**STARVES + launching**STARVES) ** (1 / STARVES) - device
+        found["host launches"] = launching
         return found
 
     def _exposed(self, work: Work, left: dict[str, float]) -> tuple[dict[str, float], float]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,102 +20,59 @@ from megatron.tools._plan.activations import kept_bytes, running_bytes
 from megatron.tools._plan.engine import Ledger
 from megatron.tools._plan.hardware import Hardware
 from megatron.tools._plan.memory import PlannedSteps, schedule_of
-from megatron.tools._plan.step import StepModel, StepTime
+from megatron.tools._plan.step import Cost, StepModel, StepTime, least_pipeline_seconds
 from megatron.tools._plan.verdict import RESERVE, judge
 
 from megatron.config.derive import derive
 from megatron.config.errors import ArgumentErrors, UserError
-from megatron.config.groups import Config
+from megatron.config.groups import GROUPS, Config
+from megatron.config.metadata import flag_name
 from megatron.config.stages import AUTO
 from megatron.config.validate import checked, cross_field_faults
 from megatron.model.kernels import choose_kernels
 from megatron.model.stages import Stage
 from megatron.parallel.schedule import Kind
 
-Change = dict[tuple[str, str], Any]  # value by (group, field)
+Change = dict[str, Any]  # values by the name of a field of the configuration
 
-FLAGS = {
-    "tensor_model_parallel_size": "--tensor-model-parallel-size",
-    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
-    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
-    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
-    "context_parallel_size": "--context-parallel-size",
-    "cp_comm_type": "--cp-comm-type",
-    "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
-    "sequence_parallel": "--sequence-parallel",
-    "expert_model_parallel_size": "--expert-model-parallel-size",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
-    "zero_stage": "--zero-stage",
-    "zero_shard_size": "--zero-shard-size",
-    "micro_batch_size": "--micro-batch-size",
-    "recompute_granularity": "--recompute-granularity",
-    "recompute_modules": "--recompute-modules",
-    "optimizer_cpu_offload": "--optimizer-cpu-offload",
-    "activation_offload": "--activation-offload",
-    "activation_offload_fraction": "--activation-offload-fraction",
-    "pipeline_schedule": "--pipeline-schedule",
-    "grad_reduce_in_bf16": "--grad-reduce-in-bf16",
-    "attention_backend": "--attention-backend",
-    "fp8_format": "--fp8-format",
-}
+GROUP_OF = {each.name: name for name, group in GROUPS.items() for each in fields(group)}
 
-
-ON_HOST = "optimizer", "optimizer_cpu_offload"
-SAMPLES = "training", "micro_batch_size"
-EP = "distributed", "expert_model_parallel_size"
-MODULES = ("layernorm", "mlp_act")  # that selective recomputation begins with
-
-
-def _rung(
-    granularity: str | None,
-    offloaded: float = 0.0,
-    optimizer: bool = False,
-    modules: tuple[str, ...] = MODULES,
-) -> Change:
-    """Recomputation, of these modules where it is selective, the share of layers whose activations
-    go to the host, and where the optimizer is.
-    """
-    found: Change = {}
-    if granularity is not None:
-        found["training", "recompute_granularity"] = granularity
-    if granularity == "selective":
-        found["training", "recompute_modules"] = modules
-    if offloaded:
-        found["training", "activation_offload"] = True
-        if offloaded < 1:
-            found["training", "activation_offload_fraction"] = offloaded
-    if optimizer:
-        found[ON_HOST] = True
-    return found
-
-
+FULL: Change = {"recompute_granularity": "full"}
+SELECTIVE: Change = {"recompute_granularity": "selective"}
+OFFLOAD: Change = {"activation_offload": True}
+HALF: Change = OFFLOAD | {"activation_offload_fraction": 0.5}
+ON_HOST: Change = {"optimizer_cpu_offload": True}
+ACTIVATIONS = SELECTIVE | {"recompute_modules": ("layernorm", "mlp_act")}
+EXPERT_ACTIVATIONS = SELECTIVE | {"recompute_modules": ("layernorm", "moe_act")}
 # what a layout that does not fit tries in turn
 RECOMPUTE: tuple[Change, ...] = (
-    _rung(None),
-    _rung("selective"),
-    _rung("selective", 0.5),
-    _rung("selective", 1.0),
-    _rung("full"),
-    _rung("full", 0.5),
-    _rung("full", 1.0),
-    _rung("full", optimizer=True),
+    {},
+    ACTIVATIONS,
+    ACTIVATIONS | HALF,
+    ACTIVATIONS | OFFLOAD,
+    FULL,
+    FULL | HALF,
+    FULL | OFFLOAD,
+    FULL | ON_HOST,
 )
 # of experts nothing goes to the host but layers' inputs
 RECOMPUTE_EXPERTS: tuple[Change, ...] = (
-    _rung(None),
-    _rung("selective", modules=("layernorm", "moe_act")),
-    _rung("selective", modules=("layernorm", "moe")),
-    _rung("full"),
-    _rung("full", 1.0),
-    _rung("full", optimizer=True),
+    {},
+    EXPERT_ACTIVATIONS,
+    SELECTIVE | {"recompute_modules": ("layernorm", "moe")},
+    FULL,
+    FULL | OFFLOAD,
+    FULL | ON_HOST,
 )
+PIPELINE = "pipeline_model_parallel_size"
+LAYOUT = "pipeline_model_parallel_layout"
+CUT = {PIPELINE, "num_virtual_stages_per_pipeline_rank", LAYOUT}
+# settings on which no pass of a layer depends, what ZeRO sends alongside it left out
+OUTSIDE_LAYERS = CUT | {"zero_stage", "zero_shard_size"}
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 FOUND = 5  # layouts that are shown
 PLANNED = 60  # layouts that are planned to the byte at most
 NEAR = 2  # times the device's memory that a layout may need to be shown as one that does not fit
-_MOE: Change = {("training", "recompute_modules"): ("layernorm", "moe_act")}
 USUAL = {("context_parallel_size", 1), ("moe_token_dispatcher_type", "alltoall")}
 SHORT = 8192  # tokens of a sequence below which context parallelism is not tried
 
@@ -125,10 +83,11 @@ class Candidate:
 
     seconds: float
     number: int
-    change: Change = field(compare=False)
+    layout: Change = field(compare=False)
+    level: int = field(compare=False)  # of the search's rungs
+    rung: Change = field(compare=False)
     model: StepModel = field(compare=False)
     time: StepTime = field(compare=False)
-    level: int = field(default=0, compare=False)  # of the search's rungs
     is_exact: bool = field(default=False, compare=False)
     peak_gib: float = field(default=0.0, compare=False)
     fits: str = field(default="", compare=False)
@@ -142,12 +101,12 @@ class Candidate:
     def flags(self) -> str:
         """To paste."""
         words = []
-        for (_, name), value in self.change.items():
+        for name, value in (self.layout | self.rung).items():
             # expert-tensor-parallel ranks are as many as tensor-parallel ones by default
             usual = value == 1 and name.endswith("model_parallel_size")
             if value is None or value is False or usual or (name, value) in USUAL:
                 continue
-            words.append(FLAGS[name])
+            words.append(flag_name(name))
             if isinstance(value, tuple):
                 words += map(str, value)
             elif value is not True:
@@ -167,53 +126,68 @@ class SearchResult:
 
 def changed(config: Config, change: Change) -> Config:
     """The configuration with these values."""
-    groups: dict[str, dict[str, Any]] = {}
-    for (group, name), value in change.items():
-        groups.setdefault(group, {})[name] = value
+    groups: dict[str, Change] = {}
+    for name, value in change.items():
+        groups.setdefault(GROUP_OF[name], {})[name] = value
     for group, values in groups.items():
         config = config.with_fields(group, **values)
     return config
 
 
-def layouts(config: Config, vocab_size: int, world_size: int, node_size: int) -> Iterator[Change]:
-    """Sizes of the axes, ZeRO and micro-batches that could make up a run. `config` is resolved."""
+def layouts(config: Config, world_size: int, node_size: int) -> Iterator[tuple[Change, int]]:
+    """Sizes of the axes, ZeRO and micro-batches that could make up a run, with the number of
+    micro-batches. `config` is resolved.
+    """
     model, batch = config.model, config.training.global_batch_size
-    heads, layers, seq = model.num_attention_heads, model.num_layers, config.data.seq_length
-    tensor = [size for size in _powers(node_size) if heads % size == 0]
-    pipeline = [size for size in _powers(min(layers, 64)) if size <= layers]
-    context = [size for size in _powers(node_size) if size == 1 or seq >= SHORT * size / 2]
-    for tp, pp, cp in itertools.product(tensor, pipeline, context):
-        if world_size % (tp * pp * cp):
+    seq = config.data.seq_length
+    tensor = [tp for tp in _powers(node_size) if model.num_attention_heads % tp == 0]
+    pipeline = _powers(min(model.num_layers, 64))
+    context = [cp for cp in _powers(node_size) if cp == 1 or seq >= SHORT * cp / 2]
+    for tp, pp, cp, micro in itertools.product(tensor, pipeline, context, MICRO_BATCHES):
+        dp, rest = divmod(world_size, tp * pp * cp)
+        if rest or batch % (dp * micro):
             continue
-        dp = world_size // (tp * pp * cp)
-        for micro in MICRO_BATCHES:
-            if batch % (dp * micro):
-                continue
-            count = batch // (dp * micro)
-            cuts = _stages(layers, pp, count)
-            for cut, context_type, (stage, shard), experts in itertools.product(
-                cuts,
-                _context(cp, tp, node_size),
-                _zero(dp * cp, tp, pp, node_size),
-                _experts(config, tp, tp * cp * dp, count),
-            ):
-                yield {
-                    **_tensor(tp),
-                    ("distributed", "context_parallel_size"): cp,
-                    **context_type,
-                    **cut,
-                    **experts,
-                    ("distributed", "zero_stage"): stage,
-                    ("distributed", "zero_shard_size"): shard,
-                    ("training", "micro_batch_size"): micro,
-                }
+        micro_batches = batch // (dp * micro)
+        for cut, context_type, zero, experts in itertools.product(
+            _stages(model.num_layers, pp, micro_batches),
+            _context(cp, tp, node_size),
+            _zero(dp * cp, tp, pp, node_size),
+            _experts(config, tp, tp * cp * dp, micro_batches),
+        ):
+            layout = {
+                "tensor_model_parallel_size": tp,
+                "sequence_parallel": tp > 1,
+                "context_parallel_size": cp,
+                **context_type,
+                **cut,
+                **experts,
+                **zero,
+                "micro_batch_size": micro,
+            }
+            yield layout, micro_batches
 
 
-def _tensor(tp: int) -> Change:
-    return {
-        ("distributed", "tensor_model_parallel_size"): tp,
-        ("distributed", "sequence_parallel"): tp > 1,
-    }
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length())]
+
+
+def _stages(layers: int, pp: int, micro_batches: int) -> Iterator[Change]:
+    """Cuts into stages: of as many layers, where these divide, and of equal cost, in which the
+    embedding and the head count.
+    """
+    if micro_batches < pp:
+        return
+    for virtual in (None, 2, 4) if pp > 1 else (None,):
+        stages = pp * (virtual or 1)
+        cut: Change = {
+            PIPELINE: pp,
+            "num_virtual_stages_per_pipeline_rank": virtual,
+            LAYOUT: None,
+        }
+        if layers % stages == 0:
+            yield cut
+        if pp > 1 and stages <= layers:
+            yield cut | {LAYOUT: AUTO}
 
 
 def _context(cp: int, tp: int, node_size: int) -> list[Change]:
@@ -222,91 +196,48 @@ def _context(cp: int, tp: int, node_size: int) -> list[Change]:
     """
     if cp == 1:
         return [{}]
-    found: list[Change] = [
-        {("distributed", "cp_comm_type"): each} for each in ("allgather", "a2a", "p2p")
-    ]
+    found: list[Change] = [{"cp_comm_type": each} for each in ("allgather", "a2a", "p2p")]
     near = node_size // tp
     if 1 < near < cp and cp % near == 0:
-        found.append(
-            {
-                ("distributed", "cp_comm_type"): "a2a+p2p",
-                ("distributed", "hierarchical_context_parallel_sizes"): (near, cp // near),
-            }
-        )
+        sizes = near, cp // near
+        found.append({"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": sizes})
     return found
 
 
-def _experts(config: Config, tp: int, ranks: int, micro_batches: int) -> list[Change]:
+def _zero(replicas: int, tp: int, pp: int, node_size: int) -> Iterator[Change]:
+    """Stages, and ranks that share a block."""
+    node = node_size // tp
+    yield {"zero_stage": int(replicas > 1), "zero_shard_size": None}
+    if pp == 1 and replicas > 1:
+        yield {"zero_stage": 3, "zero_shard_size": None}
+        if 1 < node < replicas and replicas % node == 0:
+            yield {"zero_stage": 3, "zero_shard_size": node}
+
+
+def _experts(config: Config, tp: int, ranks: int, micro_batches: int) -> Iterator[Change]:
     """How the `ranks` of a pipeline stage hold experts: whole ones, or their matrices shared as
     others are; and gathered tokens where these are less to send. Passes in pairs, where they can
     be, if the run has asked for them.
     """
     model = config.model
     pairs = config.distributed.overlap_moe_expert_parallel_comm and micro_batches > 1
-    count = model.num_experts
-    if count is None:
-        return [{}]
-    found: list[Change] = []
-    for etp, ep in itertools.product(sorted({1, tp}), _powers(min(count, ranks))):
-        if count % ep or ranks % (ep * etp) or (model.moe_ffn_hidden_size or 0) % etp:
+    if model.num_experts is None:
+        yield {}
+        return
+    for etp, ep in itertools.product(sorted({1, tp}), _powers(min(model.num_experts, ranks))):
+        width = model.moe_ffn_hidden_size or 0
+        if model.num_experts % ep or ranks % (ep * etp) or width % etp:
             continue
-        dispatchers = ["alltoall"] + (["allgather"] if 1 < ep < model.moe_router_topk else [])
-        for dispatcher in dispatchers:
-            found.append(
-                {
-                    ("distributed", "expert_model_parallel_size"): ep,
-                    ("distributed", "expert_tensor_parallel_size"): etp if tp > 1 else None,
-                    ("model", "moe_token_dispatcher_type"): dispatcher,
-                    ("distributed", "overlap_moe_expert_parallel_comm"): (
+        for dispatcher in ("alltoall", "allgather"):
+            if dispatcher == "alltoall" or 1 < ep < model.moe_router_topk:
+                yield {
+                    "expert_model_parallel_size": ep,
+                    "expert_tensor_parallel_size": etp if tp > 1 else None,
+                    "moe_token_dispatcher_type": dispatcher,
+                    "overlap_moe_expert_parallel_comm": (
                         pairs and ep > 1 and dispatcher == "alltoall"
                     ),
                 }
-            )
-    return found
-
-
-def _stages(layers: int, pp: int, micro_batches: int) -> list[Change]:
-    """Cuts into stages: of as many layers, where these divide, and of equal cost, in which the
-    embedding and the head count.
-    """
-    found: list[Change] = []
-    for virtual in _virtual(layers, pp, micro_batches):
-        even = pp == 1 or layers % (pp * (virtual or 1)) == 0
-        for layout in ([None] if even else []) + (["auto"] if pp > 1 else []):
-            found.append(
-                {
-                    ("distributed", "pipeline_model_parallel_size"): pp,
-                    ("distributed", "num_virtual_stages_per_pipeline_rank"): virtual,
-                    ("distributed", "pipeline_model_parallel_layout"): layout,
-                }
-            )
-    return found
-
-
-def _powers(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
-
-
-def _virtual(layers: int, pp: int, micro_batches: int) -> list[int | None]:
-    """Stages of each pipeline rank that the layers and micro-batches allow."""
-    if pp == 1:
-        return [None]
-    if micro_batches < pp:
-        return []
-    return [None, *(each for each in (2, 4) if layers >= pp * each)]
-
-
-def _zero(replicas: int, tp: int, pp: int, node_size: int) -> list[tuple[int, int | None]]:
-    """(stage, ranks that share a block)."""
-    if replicas == 1:
-        return [(0, None)]
-    found: list[tuple[int, int | None]] = [(1, None)]
-    if pp == 1:
-        found.append((3, None))
-        node = node_size // tp
-        if 1 < node < replicas and replicas % node == 0:
-            found.append((3, node))
-    return found
 
 
 class Search:
@@ -316,23 +247,17 @@ class Search:
         self.config, self.vocab_size, self.world_size = config, vocab_size, world_size
         self.hardware = hardware
         self.rungs = RECOMPUTE if config.model.num_experts is None else RECOMPUTE_EXPERTS
-        self.count = 0
+        self.count = 0  # layouts that have been timed
         self.planned = 0
+        self.queue: list[Candidate] = []
         self.with_kernels: set[Hashable] = set()  # all that kernels depend on in a search
+        # what layouts have in common: costs of units, stages and the ranks that hold them
+        self.costs: dict[Hashable, list[Cost]] = {}
+        self.cuts: dict[Hashable, tuple[tuple[Stage, ...], tuple[int, ...]]] = {}
 
-    def candidate(self, change: Change, level: int = 0) -> Candidate | None:
-        """A layout with its time; None where the program refuses it, no kernel computes it, or
-        another change makes the same.
-        """
-        try:
-            model = self.model(change | self.rungs[level])
-        except UserError:
-            return None
-        return None if model is None else self.timed(change | self.rungs[level], level, model)
-
-    def model(self, change: Change) -> StepModel | None:
-        """The steps of a layout; None where another change makes the same. Raises UserError where
-        the program refuses it, or no kernel computes it.
+    def checked_model(self, change: Change) -> StepModel:
+        """The steps of a layout. Raises UserError where the program refuses it, or no kernel
+        computes it.
         """
         asked = changed(self.config, change)
         config = checked(asked, self.world_size, self.vocab_size).config
@@ -341,35 +266,42 @@ class Search:
         if kinds not in self.with_kernels:
             choose_kernels(config, torch.device("cuda"))
             self.with_kernels.add(kinds)
-        if config.distributed.pipeline_model_parallel_layout == AUTO and is_even(model.stages):
-            return None  # tried already
         return model
 
-    def timed(self, change: Change, level: int, model: StepModel) -> Candidate:
-        """A layout with the least time that its step may take."""
-        time = model.time(self.hardware, is_bound=True)
-        self.count += 1
-        return Candidate(time.seconds, self.count, change, model, time, level)
+    def model(self, change: Change) -> StepModel | None:
+        """As `checked_model`; None where that raises."""
+        try:
+            return self.checked_model(change)
+        except UserError:
+            return None
 
-    def within_reach(self, change: Change, level: int) -> Candidate | None:
-        """A layout at the first rung from this one at which its weights and optimizer alone are
-        small enough for it to fit, or to be shown as one that does not. None as of `candidate`, and
-        where there is none.
+    def timed(self, layout: Change, level: int, model: StepModel) -> Candidate:
+        """A layout with the least time that its step may take."""
+        self.count += 1
+        time = model.time(self.hardware, is_bound=True)
+        return Candidate(time.seconds, self.count, layout, level, self.rungs[level], model, time)
+
+    def candidate(self, layout: Change, level: int = 0) -> Candidate | None:
+        """A layout at a rung; None as of `model`."""
+        model = self.model(layout | self.rungs[level])
+        return None if model is None else self.timed(layout, level, model)
+
+    def push(self, layout: Change, level: int) -> None:
+        """Queue a layout at this rung, or the last one, which alone has the optimizer on the host:
+        if weights and optimizer are small enough there for it to fit, or to be shown as one that
+        does not.
         """
-        most, is_too_large = NEAR * self.hardware.memory_gib, False
-        for rung in range(level, len(self.rungs)):
-            if is_too_large and ON_HOST not in self.rungs[rung]:
-                continue  # recomputation makes neither weights nor optimizer smaller
-            try:
-                model = self.model(change | self.rungs[rung])
-            except UserError:
-                return None
-            if model is None or held_gib(model, has_optimizer=False) > most:  # at every rung
-                return None
-            is_too_large = held_gib(model) > most
-            if not is_too_large:
-                return self.timed(change | self.rungs[rung], rung, model)
-        return None
+        for rung in sorted({level, len(self.rungs) - 1}):
+            model = self.model(layout | self.rungs[rung])
+            if model is None or self.is_out_of_reach(held_gib(model, has_optimizer=False)):
+                return  # so it is at every rung
+            if not self.is_out_of_reach(held_gib(model)):
+                heapq.heappush(self.queue, self.timed(layout, rung, model))
+                return
+
+    def is_out_of_reach(self, gib: float) -> bool:
+        """Whether a layout that needs so much is not even shown."""
+        return gib > NEAR * self.hardware.memory_gib
 
     def simulate(self, found: Candidate) -> None:
         """Its whole time, of which it has a bound so far."""
@@ -403,18 +335,20 @@ class Search:
             for rank in steps.largest_ranks()
         )
 
-    def candidates(self) -> list[Candidate]:
-        """Every layout within reach. Raises ArgumentErrors where the program accepts none."""
+    def layouts(self) -> list[tuple[float, Change]]:
+        """Those that a run could have, with the least time that all passes of a step take, the
+        fastest first. Raises ArgumentErrors where the program accepts none.
+        """
         asked = self.config, self.world_size, self.vocab_size
         # the layout that the flags have by default need not divide the batch
         config = derive(*asked)
         sizes = (config.model.num_layers, config.model.num_attention_heads, config.data.seq_length)
         if None in (*sizes, config.training.global_batch_size):
             raise ArgumentErrors(cross_field_faults(*asked))
-        changes = [*layouts(config, self.vocab_size, self.world_size, self.hardware.node_size)]
+        possible = list(layouts(config, self.world_size, self.hardware.node_size))
         # what layers take of some sizes follows from what they take of smaller and larger ones
-        changes.sort(key=lambda change: _inner(change, config.model.num_experts or 0))
-        if not changes:
+        possible.sort(key=lambda each: _inner(each[0], config.model.num_experts or 0))
+        if not possible:
             raise ArgumentErrors(
                 [
                     f"--world-size {self.world_size}: no layout can run --global-batch-size "
@@ -422,51 +356,86 @@ class Search:
                     f"{config.model.num_attention_heads}; choose numbers that powers of two divide"
                 ]
             )
-        found = [each for change in changes if (each := self.within_reach(change, 0)) is not None]
+        found = []
+        for layout, micro_batches in possible:
+            seconds = self.least_seconds(layout, micro_batches)
+            if seconds is not None:
+                found.append((seconds, layout))
         if not found:  # what is wrong with one of them is wrong with all
-            self.model(changes[0] | self.rungs[0])
-        return found
+            self.checked_model(possible[0][0])
+        return sorted(found, key=lambda each: each[0])
+
+    def least_seconds(self, layout: Change, micro_batches: int) -> float | None:
+        """That all passes of a step take at least, found without a model of the layout where others
+        have shown what its units cost and how it is cut into stages. None where the program refuses
+        it, another one is the same, or its weights are too large.
+        """
+        outside = OUTSIDE_LAYERS
+        if self.config.distributed.use_tp_pp_dp_mapping:  # by which groups span other nodes
+            outside = outside - {PIPELINE}
+        layers = frozenset((name, layout[name]) for name in layout.keys() - outside)
+        cut = tuple(layout[name] for name in ("tensor_model_parallel_size", *sorted(CUT)))
+        if layers not in self.costs or cut not in self.cuts:
+            model = self.model(layout)
+            if model is None or self.is_out_of_reach(held_gib(model, has_optimizer=False)):
+                return None
+            self.cuts[cut] = model.stages, model.placement
+            if layers not in self.costs:
+                self.costs[layers] = model.least_costs(self.hardware)
+        stages, placement = self.cuts[cut]
+        if layout[LAYOUT] == AUTO and is_even(stages):
+            return None
+        units = self.costs[layers]
+        costs = []
+        for stage in stages:
+            through, busy = zip(*(units[index] for index in stage.units))
+            costs.append(Cost(sum(through), sum(busy)))
+        return least_pipeline_seconds(costs, placement, micro_batches)
 
     def run(self) -> SearchResult:
         """The fastest that fit."""
-        queue = self.candidates()
-        heapq.heapify(queue)
         found = SearchResult([], [], 0, 0)
-        while queue and len(found.best) < FOUND and self.planned < PLANNED:
-            each = heapq.heappop(queue)
-            each.peak_gib = self.least_gib(each)
-            each.fits = judge(each.peak_gib, self.hardware.memory_gib)
-            if each.fits == "fits" and not each.is_exact:
-                # what one that is shown needs is planned to the byte
-                is_shown = not found.best and len(found.larger) < FOUND
-                if not is_shown and self.is_too_large(each):
-                    self.rejected(each, queue, found)
-                    continue
-                self.simulate(each)
-                heapq.heappush(queue, each)
-                continue
-            if each.fits == "fits":
-                self.plan(each)
-            if each.fits == "fits":
-                found.best.append(each)
-            else:
-                self.rejected(each, queue, found)
+        waiting = deque(self.layouts())
+        while len(found.best) < FOUND and self.planned < PLANNED:
+            # a layout is timed when it may be faster than all in the queue
+            while waiting and (not self.queue or waiting[0][0] <= self.queue[0].seconds):
+                _, layout = waiting.popleft()
+                self.push(layout, 0)
+            if not self.queue:
+                break
+            self.settle(heapq.heappop(self.queue), found)
         found.timed, found.planned = self.count, self.planned
         return found
 
-    def rejected(self, each: Candidate, queue: list[Candidate], found: SearchResult) -> None:
-        """Of one that does not fit: it is shown where none has fitted yet and a larger device might
-        hold it, and tried again.
+    def settle(self, each: Candidate, found: SearchResult) -> None:
+        """Of the fastest in the queue: one that may fit is queued with its exact time, and then
+        planned to the byte. One that does not fit is shown, where none has fitted yet and a larger
+        device might hold it, and tried again at the next rung.
         """
-        is_near = each.peak_gib <= NEAR * self.hardware.memory_gib
-        if is_near and len(found.larger) < FOUND and not found.best:
+        is_shown = not found.best and len(found.larger) < FOUND
+        if each.is_exact:
+            self.plan(each)
+        elif self.may_fit(each, is_shown):
+            self.simulate(each)
+            heapq.heappush(self.queue, each)
+            return
+        if each.fits == "fits":
+            found.best.append(each)
+            return
+        if is_shown and not self.is_out_of_reach(each.peak_gib):
             self.simulate(each)
             found.larger.append(each)
         if each.level + 1 < len(self.rungs):
-            base = {key: each.change[key] for key in each.change if key not in _levels()}
-            again = self.within_reach(base, each.level + 1)
-            if again is not None:
-                heapq.heappush(queue, again)
+            self.push(each.layout, each.level + 1)
+
+    def may_fit(self, each: Candidate, is_shown: bool) -> bool:
+        """Whether bounds of its memory allow it; of one that would be shown the first pipeline
+        rank's alone, so that what it needs is planned to the byte.
+        """
+        each.peak_gib = self.least_gib(each)
+        if judge(each.peak_gib, self.hardware.memory_gib) != "fits":
+            return False
+        return is_shown or not self.is_too_large(each)
 
 
 def is_even(stages: Sequence[Stage]) -> bool:
@@ -524,16 +493,12 @@ def most_kept(model: StepModel, rank: int) -> int:
     return most
 
 
-def _inner(change: Change, experts: int) -> int:
+def _inner(layout: Change, experts: int) -> int:
     """The number of settings of which a layout has neither the least value nor the most. Ranks with
     one expert, or all, are unlike the others.
     """
-    ends = MICRO_BATCHES[0], MICRO_BATCHES[-1]
-    return (change[SAMPLES] not in ends) + (2 < change.get(EP, 1) < experts // 2)
-
-
-def _levels() -> set[tuple[str, str]]:
-    return {key for change in (*RECOMPUTE, *RECOMPUTE_EXPERTS) for key in change}
+    is_inner = MICRO_BATCHES[0] < layout["micro_batch_size"] < MICRO_BATCHES[-1]
+    return is_inner + (2 < layout.get("expert_model_parallel_size", 1) < experts // 2)
 
 
 def _expert_changes(config: Config) -> list[Change]:
@@ -542,39 +507,38 @@ def _expert_changes(config: Config) -> list[Change]:
         return []
     ep = config.distributed.expert_model_parallel_size
     return [
-        {("distributed", "expert_model_parallel_size"): 2 * ep},
-        {("distributed", "expert_model_parallel_size"): ep // 2},
-        {("distributed", "expert_tensor_parallel_size"): 1},
-        {("model", "moe_token_dispatcher_type"): "allgather"},
-        {("distributed", "overlap_moe_expert_parallel_comm"): True},
-        {("training", "recompute_granularity"): "selective", **_MOE},
+        {"expert_model_parallel_size": 2 * ep},
+        {"expert_model_parallel_size": ep // 2},
+        {"expert_tensor_parallel_size": 1},
+        {"moe_token_dispatcher_type": "allgather"},
+        {"overlap_moe_expert_parallel_comm": True},
+        EXPERT_ACTIVATIONS,
     ]
 
 
 def explain(search: Search, config: Config) -> list[Candidate]:
     """What a change of one flag makes of a run, by its time. `config` is resolved."""
-    distributed, training = config.distributed, config.training
+    distributed, micro = config.distributed, config.training.micro_batch_size
     tp, pp = distributed.tensor_model_parallel_size, distributed.pipeline_model_parallel_size
-    micro = training.micro_batch_size
     changes: list[Change] = [
-        {("training", "micro_batch_size"): 2 * micro},
-        {("training", "micro_batch_size"): micro // 2},
-        {("training", "recompute_granularity"): None},
-        {("training", "recompute_granularity"): "full"},
-        {("distributed", "tensor_model_parallel_size"): 2 * tp},
-        {("distributed", "tensor_model_parallel_size"): tp // 2},
-        {("distributed", "sequence_parallel"): True},
-        {("distributed", "pipeline_model_parallel_size"): 2 * pp},
-        {("distributed", "pipeline_model_parallel_size"): pp // 2},
-        {("distributed", "num_virtual_stages_per_pipeline_rank"): 2},
-        {("distributed", "num_virtual_stages_per_pipeline_rank"): 4},
-        {("distributed", "pipeline_schedule"): "zero-bubble"},
-        {("distributed", "pipeline_model_parallel_layout"): "auto"},
+        {"micro_batch_size": 2 * micro},
+        {"micro_batch_size": micro // 2},
+        {"recompute_granularity": None},
+        FULL,
+        {"tensor_model_parallel_size": 2 * tp},
+        {"tensor_model_parallel_size": tp // 2},
+        {"sequence_parallel": True},
+        {PIPELINE: 2 * pp},
+        {PIPELINE: pp // 2},
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        {"num_virtual_stages_per_pipeline_rank": 4},
+        {"pipeline_schedule": "zero-bubble"},
+        {LAYOUT: AUTO},
         *_expert_changes(config),
-        *({("distributed", "zero_stage"): stage} for stage in (0, 1, 2, 3)),
-        {("distributed", "grad_reduce_in_bf16"): True},
-        {("model", "attention_backend"): "fa4"},
-        {("precision", "fp8_format"): "hybrid"},
+        *({"zero_stage": stage} for stage in (0, 1, 2, 3)),
+        {"grad_reduce_in_bf16": True},
+        {"attention_backend": "fa4"},
+        {"fp8_format": "hybrid"},
     ]
     found = []
     for change in changes:
@@ -583,6 +547,8 @@ def explain(search: Search, config: Config) -> list[Candidate]:
         each = search.candidate(change)
         if each is None or each.config == config:
             continue
+        if LAYOUT in change and is_even(each.model.stages):
+            continue  # as without it
         search.simulate(each)
         search.plan(each)
         found.append(each)

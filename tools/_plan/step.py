@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -34,7 +34,7 @@ from megatron.model.arithmetic import (
     padded_vocab_size,
 )
 from megatron.model.layer import layer_parameters
-from megatron.model.recompute import LayerRecompute, stage_offload, stage_recompute
+from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute, stage_offload, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.schedule import Schedule, build_schedule
 
@@ -42,6 +42,16 @@ from megatron.parallel.schedule import Schedule, build_schedule
 GENERATIONS = {"fa4": 3, "gluon": 3}
 # More micro-batches than this for each pipeline rank repeat what the simulation has shown.
 SIMULATED = 8
+# what a user reads of exchanges along an axis
+SPENT_ON = {
+    "tp": "tensor parallel",
+    "ep": "expert parallel",
+    "etp": "expert parallel",
+    "shard": "data parallel",
+    "expert_shard": "data parallel",
+    "host": "copies to the host",
+    **dict.fromkeys(("cp", "cp_heads", "cp_ring", "tp_cp"), "context parallel"),
+}
 StageSeconds = tuple[Seconds, ...]  # of the three passes of a stage
 Units = tuple[tuple[UnitWork, int], ...]  # of a stage: (passes, how many such units)
 
@@ -52,6 +62,15 @@ class LayerKind(NamedTuple):
     like: int
     choice: LayerRecompute
     modules: frozenset[str]  # whose inputs go to the host
+
+
+class Cost(NamedTuple):
+    """At least, of the passes of a micro-batch: seconds until they have come back from the stages
+    behind, and seconds that a rank is busy with them.
+    """
+
+    through: float
+    busy: float
 
 
 class RankParameters(NamedTuple):
@@ -87,7 +106,6 @@ def _group_shapes(
         "shard": replicas[:shard],
         "same_shard": replicas[::shard],
         "pp": line(pp=min(2, layout.pp)),
-        "tied": [0, line(pp=layout.pp)[-1]],
         **_expert_lines(sorted(line(**whole, dp=layout.dp)), layout, expert_shard),
     }
     shapes = {
@@ -162,7 +180,8 @@ class StepModel:
         self.stages = pipeline_stages(config, padded)
         ranks = data_parallel_size(config, world_size)
         self.micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)
-        self.parameters = stage_parameters(config, self.stages, self.schedule(1).placement, padded)
+        self.placement = self.schedule(1).placement
+        self.parameters = stage_parameters(config, self.stages, self.placement, padded)
         self.expert_parameters = stage_expert_parameters(config, self.stages)
         self.shard = shard_size(config, world_size)
         self.expert_shard = expert_shard_size(config, world_size)
@@ -185,7 +204,7 @@ class StepModel:
 
     def stages_of(self, rank: int) -> list[Stage]:
         """Those of a pipeline rank."""
-        placed = zip(self.stages, self.schedule(1).placement, strict=True)
+        placed = zip(self.stages, self.placement, strict=True)
         return [stage for stage, where in placed if where == rank]
 
     @property
@@ -269,10 +288,10 @@ class StepModel:
 
     @property
     def gathers(self) -> bool:
-        """Whether weights are gathered in each pass."""
+        """Whether ZeRO gathers the weights that it cuts in each pass."""
         distributed = self.config.distributed
         keeps = distributed.zero3_keep_gathered and self.micro_batches > 1
-        return self.shard > 1 and distributed.zero_stage == 3 and not keeps
+        return distributed.zero_stage == 3 and not keeps
 
     def _with_zero(self, passes: UnitWork, parameters: RankParameters) -> UnitWork:
         """What ZeRO 2 and 3 send in the passes of a unit, if they do in every micro-batch."""
@@ -280,18 +299,16 @@ class StepModel:
         if distributed.zero_stage < 2:
             return passes
         forward, backward = passes.forward, passes.backward_input
-        keeps = distributed.zero3_keep_gathered and self.micro_batches > 1
-        gathered = distributed.zero_stage == 3 and not keeps
         for kind, count, shard in self.buffers(parameters):
             if shard == 1:
                 continue
             axis = f"{kind}shard"
-            if gathered:
+            if self.gathers:
                 hidden_by = "pass" if distributed.overlap_param_gather else ""
                 gather = Exchange("all-gather", axis, count * self.size.compute, hidden_by)
                 forward += Work(exchanges=(gather,), launches=2)
                 backward += Work(exchanges=(gather,), launches=2)
-            if self.micro_batches > 1 or gathered:
+            if self.micro_batches > 1 or self.gathers:
                 hidden_by = "pass" if distributed.overlap_grad_reduce else ""
                 reduce = Exchange("reduce-scatter", axis, count * self.size.wire, hidden_by)
                 backward += Work(exchanges=(reduce,), launches=2)
@@ -318,11 +335,11 @@ class StepModel:
         stages = self._stages_seconds(pricing)
         spent = self._spent_in_passes(stages, pricing, is_bound)
         data = max(self._reduction(pricing, *each) for each in self.by_rank(stages))
-        spent["data parallel"] = spent.get("data parallel", 0.0) + data
+        spent["data parallel"] += data
         spent["optimizer"] = self._optimizer(hardware, pricing.factor)
         total = sum(spent.values())
         nodes = -(-self.world_size // hardware.node_size)
-        jitter = hardware.layer_jitter if self.gathers else hardware.jitter
+        jitter = hardware.layer_jitter if self.gathers and self.shard > 1 else hardware.jitter
         spent["other"] = hardware.step_ms * 1e-3 + total * jitter * _doublings(nodes)
         config = self.config
         batch, seq = config.training.global_batch_size, config.data.seq_length
@@ -334,6 +351,25 @@ class StepModel:
             flops_per_iteration(config.model, batch, seq, self.vocab_size),
         )
 
+    def least_costs(self, hardware: Hardware) -> list[Cost]:
+        """At least, of each unit in every layout whose layers do the same: what is recomputed or
+        goes to the host and what ZeRO sends only adds work.
+        """
+        pricing = self.pricing(hardware).alone()
+        pairs = self.config.distributed.overlap_moe_expert_parallel_comm
+
+        def cost(unit: UnitWork) -> Cost:
+            return _least_cost(_stage_seconds(pricing, [(unit, 1)]), pairs)
+
+        like = self.operations.like
+        layers = [like(index) for index in range(self.config.model.num_layers)]
+        costs = {index: cost(self.operations.layer(index, NO_RECOMPUTE)) for index in {*layers}}
+        return [
+            cost(self.operations.embedding()),
+            *(costs[index] for index in layers),
+            cost(self.operations.head()),
+        ]
+
     def _stages_seconds(self, pricing: Pricing) -> list[StageSeconds]:
         """Of the three passes of each stage."""
         each = {id(units): units for units in self.units}  # comparing them takes longer
@@ -342,16 +378,19 @@ class StepModel:
 
     def _spent_in_passes(
         self, stages: Sequence[StageSeconds], pricing: Pricing, is_bound: bool
-    ) -> dict[str, float]:
+    ) -> defaultdict[str, float]:
         """What all passes of a step take, by the names that a user reads."""
         pipeline = self._pipeline_seconds(stages, pricing, is_bound)
         distributed = self.config.distributed
         each = self.micro_batches / distributed.pipeline_model_parallel_size
-        spent: dict[str, float] = {}
-        for passes in stages:
+        total = Seconds()
+        counts = Counter(map(id, stages))  # those that do the same are one object
+        for passes in {id(passes): passes for passes in stages}.values():
             for seconds in passes:
-                for name, value in _named(seconds):
-                    spent[name] = spent.get(name, 0.0) + value * each
+                total.add(seconds, counts[id(passes)])
+        spent: defaultdict[str, float] = defaultdict(float)
+        for name, value in total.items():
+            spent[SPENT_ON.get(name, name)] += value * each
         if distributed.overlap_moe_expert_parallel_comm:
             exposed = self._pipeline_seconds(stages, pricing.unpaired(), is_bound)
             spent["expert parallel"] -= exposed - pipeline
@@ -370,9 +409,8 @@ class StepModel:
     @cached_property
     def rank_parameters(self) -> list[RankParameters]:
         """Parameters of each pipeline rank."""
-        placement = self.schedule(1).placement
-        found = [RankParameters(0)] * (max(placement) + 1)
-        of_stages = zip(self.parameters, self.expert_parameters, placement, strict=True)
+        found = [RankParameters(0)] * (max(self.placement) + 1)
+        of_stages = zip(self.parameters, self.expert_parameters, self.placement, strict=True)
         for parameters, experts, rank in of_stages:
             before = found[rank]
             found[rank] = RankParameters(
@@ -382,14 +420,11 @@ class StepModel:
 
     def by_rank(self, stages: Sequence[StageSeconds]) -> list[tuple[float, float, RankParameters]]:
         """(forward, backward seconds of a micro-batch, parameters) of each pipeline rank."""
-        placement = self.schedule(1).placement
-        ranks = []
-        for rank, parameters in enumerate(self.rank_parameters):
-            own = [stages[index] for index, where in enumerate(placement) if where == rank]
-            forward = sum(passes[0].total for passes in own)
-            backward = sum(passes[1].total + passes[2].total for passes in own)
-            ranks.append((forward, backward, parameters))
-        return ranks
+        forward, backward = ([0.0] * len(self.rank_parameters) for _ in range(2))
+        for (first, *others), rank in zip(stages, self.placement, strict=True):
+            forward[rank] += first.total
+            backward[rank] += sum(each.total for each in others)
+        return [*zip(forward, backward, self.rank_parameters)]
 
     def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
         """Seconds of all passes of a step."""
@@ -409,23 +444,10 @@ class StepModel:
         )
 
     def least_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
-        """Seconds that all passes of a step take at least, without a simulation: the slowest rank
-        works between the first pass that reaches it and the last one that leaves it.
-        """
-        placement = self.schedule(1).placement
-        around, found = 0.0, 0.0
-        ranks = self.by_rank(stages)
-        hidden = [0.0] * len(ranks)  # at most
-        for rank, *exchanged in zip(placement, *self._exchanged(stages)) if pricing.pairs else ():
-            hidden[rank] += sum(exchanged)
-        seen = set()
-        for stage, rank in zip(stages, placement, strict=True):
-            if rank not in seen:
-                seen.add(rank)
-                each = sum(ranks[rank][:2]) - hidden[rank]
-                found = max(found, around + self.micro_batches * each)
-            around += stage[0].total + stage[1].total
-        return found
+        """Seconds that all passes of a step take at least, without a simulation."""
+        pairs = pricing.pairs and self.config.distributed.overlap_moe_expert_parallel_comm
+        costs = [_least_cost(passes, pairs) for passes in stages]
+        return least_pipeline_seconds(costs, self.placement, self.micro_batches)
 
     def _simulated(self, costs: Costs, ranks: int) -> float:
         """Seconds of the time line of all passes, whose steady part repeats itself."""
@@ -450,9 +472,7 @@ class StepModel:
         """
         if not self.config.distributed.overlap_moe_expert_parallel_comm:
             return (), ()
-        forward, backward = (
-            tuple((each[i].exposed or {}).get("ep", 0.0) for each in stages) for i in (0, 1)
-        )
+        forward, backward = (tuple(each[i].get("ep", 0.0) for each in stages) for i in (0, 1))
         return forward, backward
 
     def _reduction(
@@ -516,6 +536,31 @@ class StepModel:
         return seconds
 
 
+def least_pipeline_seconds(
+    stages: Sequence[Cost], placement: Sequence[int], micro_batches: int
+) -> float:
+    """Seconds that the passes of a step take at least: every rank works between the first pass that
+    reaches it and the last one that leaves it.
+    """
+    busy: defaultdict[int, float] = defaultdict(float)
+    for cost, rank in zip(stages, placement, strict=True):
+        busy[rank] += cost.busy
+    around = found = 0.0
+    for cost, rank in zip(stages, placement, strict=True):
+        if rank in busy:  # its first stage
+            found = max(found, around + micro_batches * busy.pop(rank))
+        around += cost.through
+    return found
+
+
+def _least_cost(passes: StageSeconds, pairs: bool) -> Cost:
+    """`pairs`: run in pairs, which hide at most all that is sent to experts."""
+    forward, inputs, weights = passes
+    through = forward.total + inputs.total
+    hidden = forward.get("ep", 0.0) + inputs.get("ep", 0.0) if pairs else 0.0
+    return Cost(through, through + weights.total - hidden)
+
+
 @lru_cache(maxsize=4096)
 def _layer_parameters(
     model: ModelConfig, index: int, tp: int, experts: ExpertRanks
@@ -541,27 +586,9 @@ def _stage_seconds(
     """Of the three passes of a stage."""
 
     def total(which: str) -> Seconds:
-        found = Seconds(exposed={})
+        found = Seconds()
         for passes, count in units:
-            found = found.plus(pricing.seconds(getattr(passes, which)), count)
+            found.add(pricing.seconds(getattr(passes, which)), count)
         return found
 
     return total("forward"), total("backward_input"), total("backward_weight")
-
-
-def _named(seconds: Seconds) -> list[tuple[str, float]]:
-    """The parts of a pass under the names that a user reads."""
-    axes = {"shard": "data parallel", "replicas": "data parallel", "tp": "tensor parallel"}
-    axes |= {"expert_shard": "data parallel", "ep": "expert parallel", "etp": "expert parallel"}
-    axes["host"] = "copies to the host"
-    return [
-        ("matrix products", seconds.products),
-        ("attention", seconds.attention),
-        ("memory-bound kernels", seconds.memory),
-        ("slowed by overlap", seconds.slowdown),
-        ("host launches", seconds.host),
-        *(
-            (axes.get(axis, "context parallel"), value)
-            for axis, value in (seconds.exposed or {}).items()
-        ),
-    ]

@@ -107,7 +107,7 @@ def test_a_single_pair_by_hand():
     pricing = model.pricing(H100)
     stages = [module._stage_seconds(pricing, units) for units in model.units]
     ((forward, inputs, weights),) = stages
-    ahead, back = forward.exposed["ep"], inputs.exposed["ep"]
+    ahead, back = forward["ep"], inputs["ep"]
     alone = forward.total + inputs.total + weights.total
     computed = forward.total - ahead, alone - forward.total - back
     hidden = min(ahead, computed[1]) + min(back, computed[0])
