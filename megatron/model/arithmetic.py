@@ -121,8 +121,7 @@ def expert_elements(model: ModelConfig, index: int, experts: ExpertRanks) -> int
 
 
 def _layer_flops(model: ModelConfig, index: int, seq: int) -> int:
-    # Every element of a linear layer's weight is one multiply-add a token; of experts only the
-    # chosen ones'.
+    # One multiply-add a token for each element of a linear layer, of chosen experts alone.
     linears = [spec for spec in layer_parameters(model, index).values() if spec.is_gemm]
     experts = elements(spec for spec in linears if spec.group == "expert")
     matrices = elements(spec for spec in linears if spec.group != "expert")

@@ -74,8 +74,7 @@ class Dropout:
             return x
         if self.backend == "triton":
             return _TritonDropout.apply(x, None, state, self.key, self.probability)
-        # The counter of an element holds its sample and its position in it: the same mask in every
-        # layout and in a recomputation.
+        # An element's counter holds its sample and position: the mask is the same in every layout.
         keep = philox.keep_mask(self.words, state.counters(), x.shape[2], self.probability)
         return x * keep.view(x.shape) * (1 / (1 - self.probability))
 

@@ -23,8 +23,7 @@ def fill_initial(box: Box, local: Tensor, seed: int, backend: str = "torch") -> 
         return
     key = philox.key(seed, box.name)
     by_kernel = backend == "triton" and lang.unsupported_reason(local.device, torch.float32) is None
-    # The counter is the element's place in the logical tensor: any box of any layout draws the same
-    # values.
+    # The counter is the element's place in the logical tensor: the same in any layout.
     row, column = box.offset
     for rows in target:
         drawn = torch.empty(rows.shape, dtype=torch.float32, device=local.device)

@@ -278,8 +278,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
             return gemm(x, weight, bias)
-        # All-gather of x along the sequence, whole or piece by piece while the pieces that are here
-        # are multiplied.
+        # All-gather of x along the sequence: whole, or in pieces that are multiplied as they come.
         if not _cuts(tp, x, weight, weight.shape[0]):
             return gemm(all_gather(x, tp.axis), weight, bias)
         whole = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))

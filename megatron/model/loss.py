@@ -54,8 +54,7 @@ class ShardedCrossEntropy:
         alone = self.tp.size == 1
         index = labels if alone else labels.clamp(0, self.count - 1)
         s.fill_(1)
-        # By chunks of rows that stay in cache: a copy of all logits in fp32 would double their
-        # memory.
+        # By chunks of rows that stay in cache: all logits in fp32 would double their memory.
         step = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * logits.shape[1]))
         for start in range(0, len(labels), step):
             rows = slice(start, start + step)
@@ -193,8 +192,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: nn.Parameter, labels: Tensor, sharded: ShardedCrossEntropy
     ) -> tuple[Tensor, Tensor]:
-        # Logits of a chunk live until they are reduced to three numbers a token; the numbers of all
-        # chunks go in one all-gather.
+        # A chunk of logits is reduced to three numbers a token; all go in one all-gather.
         rows = _whole(x, sharded.tp).flatten(0, 1)
         own = labels.flatten() - sharded.first
         parts = [
@@ -211,8 +209,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (x, lse, own), weight, tp = ctx.saved_tensors, ctx.weight, ctx.sharded.tp
         dloss, dlse = dloss.flatten(), dlse.flatten()
         whole = _whole(x, tp)
-        # dx of the whole sequence: chunks write their rows, and one collective sums them over the
-        # ranks.
+        # Chunks write their rows of dx, and one collective sums it over the ranks.
         dx = torch.empty_like(whole, memory_format=torch.contiguous_format)
         for piece in _chunks(rows := whole.flatten(0, 1), weight):
             # The chunk's logits once more, turned into their gradient where they are.

@@ -117,8 +117,7 @@ class _TakePiece(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, drows: Tensor, dx: Tensor | None):
-        # The last piece is differentiated first: it makes the tensor, all of whose rows get
-        # written.
+        # The last piece is differentiated first: it makes the tensor, whose rows all get written.
         dx = drows.new_empty(ctx.shape) if dx is None else dx
         dx[ctx.rows] = drows
         return dx, None
@@ -219,8 +218,7 @@ class TiledMLP(MLP):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         length = x.shape[0] // self.pieces
         for start in range(0, x.shape[0], length):
-            # Pieces of the output, and of the input's gradient, are written into their rows of one
-            # tensor.
+            # Pieces of the output, and of the input's gradient, are rows of one tensor.
             rows = slice(start, start + length)
             piece, x = _TakePiece.apply(x, rows)
             y = _PutPiece.apply(y, super().forward(piece), rows)

@@ -118,8 +118,7 @@ class _TritonNorm(torch.autograd.Function):
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            # The stream is returned too, so that its gradient comes to this function and is added
-            # in the kernel.
+            # The stream is returned too, so that the kernel adds its gradient.
             total, (y, statistics) = x.view_as(x), norm(x, weight, bias, eps)
         else:
             y, total, statistics = add_norm(x, residual, weight, bias, eps)

@@ -45,7 +45,6 @@ def group_of(size: int) -> list[LayerRecompute]:
 
 def choice_of(what: str) -> LayerRecompute:
     """The choice that a word of --recompute-layers names."""
-    # full, none, or modules joined by +
     if what == FULL:
         return WHOLE
     return NO_RECOMPUTE if what == NONE else LayerRecompute(frozenset(what.split("+")))
@@ -58,7 +57,6 @@ def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompu
     """
     layers = len(stage)
     if training.recompute_layers is not None:
-        # --recompute-layers names every layer of the model.
         words = layer_words(training.recompute_layers)
         return [choice_of(words[layer]) for layer in stage]
     if training.recompute_granularity == "selective":
@@ -67,9 +65,7 @@ def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompu
         return [NO_RECOMPUTE] * layers
     size = training.recompute_num_layers or 1
     if training.recompute_method == "block":
-        # block
         return [WHOLE if index < size else NO_RECOMPUTE for index in range(layers)]
-    # uniform
     starts = range(0, layers, size)
     return [choice for start in starts for choice in group_of(min(size, layers - start))]
 

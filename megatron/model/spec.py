@@ -288,8 +288,7 @@ class Holder(NamedTuple):
 
 def holders(box: Box, groups: Groups) -> Axis:
     """The ranks that hold the same box, data-parallel copies left out."""
-    # Ends of a pipeline share a tied matrix; key/value heads and whole tensors are shared within
-    # TP.
+    # Ends of a pipeline share a tied matrix; all else is shared by tensor-parallel ranks.
     axes = {None: ALONE, "tp": groups.tp, "kv": groups.kv, "tied": groups.tied}
     return axes[box.replicated]
 

@@ -77,7 +77,7 @@ yarn_beta_fast ignored | yarn-ramp
     rotating = => import dataclasses; config = dataclasses.replace(config, yarn_beta_fast=32.0)
         rotating =
 YaRN without its temperature | mixed-5
-    return frequency, temperature => return frequency, 1.0
+    / factor, temperature => / factor, 1.0
 = megatron/model/attention/attention.py fused_attention
 scores divided by d instead of its root | llama
     scale=scale, => scale=scale**2,

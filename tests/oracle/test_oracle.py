@@ -38,31 +38,18 @@ def test_the_program_is_the_oracle(case, gloo_world):
     assert [each.text for each in differences(case, gloo_world)] == []
 
 
-@pytest.mark.parametrize(
-    "counter, key, words",
-    [
-        (
-            "00000000 00000000 00000000 00000000",
-            "00000000 00000000",
-            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-        ),
-        (
-            "ffffffff ffffffff ffffffff ffffffff",
-            "ffffffff ffffffff",
-            "408f276d 41c83b0e a20bc7c6 6d5451fd",
-        ),
-        (
-            "243f6a88 85a308d3 13198a2e 03707344",
-            "a4093822 299f31d0",
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
-    ],
-    ids=["zeros", "ones", "pi"],
-)
-def test_philox_has_its_published_answers(counter, key, words):
-    """The known answers of the authors' Random123."""
-    numbers = [[int(word, 16) for word in text.split()] for text in (counter, key, words)]
-    assert philox(np.array(numbers[0], np.uint64), tuple(numbers[1])).tolist() == numbers[2]
+# counter | key | the known answer of the authors' Random123
+ANSWERS = """
+00000000 00000000 00000000 00000000 | 00000000 00000000 | 6627e8d5 e169c58d bc57ac4c 9b00dbd8
+ffffffff ffffffff ffffffff ffffffff | ffffffff ffffffff | 408f276d 41c83b0e a20bc7c6 6d5451fd
+243f6a88 85a308d3 13198a2e 03707344 | a4093822 299f31d0 | d16cfe09 94fdcceb 5001e420 24126ea1
+"""
+
+
+@pytest.mark.parametrize("row", ANSWERS.strip().splitlines(), ids=["zeros", "ones", "pi"])
+def test_philox_has_its_published_answers(row):
+    counter, key, words = ([int(word, 16) for word in text.split()] for text in row.split("|"))
+    assert philox(np.array(counter, np.uint64), tuple(key)).tolist() == words
 
 
 def test_the_oracle_imports_nothing_of_the_product():

@@ -242,8 +242,7 @@ class CoreAttention(nn.Module):
         dropout = self.dropout
         if dropout is None or dropout_state is None:
             return self.settings
-        # The kernels take the key as numbers; the definition also takes tensors, which
-        # --torch-compile needs.
+        # The kernels take the key as numbers; the definition, for --torch-compile, as tensors too.
         key = dropout.key if backend in OURS else dropout.words
         samples = dropout_state.sample_ids
         return self.settings | {"drop": dropout.probability, "key": key, "sample_ids": samples}
@@ -272,8 +271,7 @@ class Attention(nn.Module):
         self, x: Tensor, rotary: Rotary | None, seen: Seen, dropout_state: DropoutState | None
     ) -> Tensor:
         """`dropout_state`: None in evaluation."""
-        # [s, b, g, n / g + 2, d], or q, k and v; under SP of the whole sequence, as ColumnLinear
-        # gathers
+        # [s, b, g, n / g + 2, d], or q, k and v; under SP of the whole sequence
         qkv = self.project(x, rotary=rotary, training=dropout_state is not None)
         return self.proj(self.core(*qkv, seen=seen, dropout_state=dropout_state))
 
@@ -351,8 +349,7 @@ class SelfAttention(Attention):
     def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         qkv = self.qkv(x)
         reads_projection = self.reads_projection[rotary is not None]
-        # [g, n / g + 2, d] for each token of the whole sequence that this context-parallel rank
-        # holds, also where x is a sequence-parallel part of it
+        # [g, n / g + 2, d] for each token of this context-parallel rank, under SP too
         shape = self.groups, self.queries_per_group + 2, self.head_dim
 
         # 1. Without norms the fused projection is rotated: by our kernel in place.

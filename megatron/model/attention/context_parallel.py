@@ -77,8 +77,7 @@ def places_of(
     token's document begins.
     """
     if document_starts is None:
-        # Zig-zag: chunk r and its mirror image 2C - 1 - r together see the same number of pairs for
-        # every r.
+        # Zig-zag: chunk r and its mirror image 2C - 1 - r see as many pairs together for every r.
         chunks = np.arange(length).reshape(2 * size, -1)
         return np.concatenate([chunks[:size], chunks[::-1][:size]], axis=1)
     each = length // size

@@ -71,8 +71,7 @@ class _Heads(torch.autograd.Function):
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):
         cos, sin = ctx.saved_tensors
         content, rotating, value = ctx.widths
-        # All heads read the same position channels of the key, so their gradients are added up, in
-        # the table's precision.
+        # All heads read these channels of the key: gradients add up in the table's precision.
         dq_position = rotate_pairs_back(dq[..., content:], cos, sin)
         position = dk[..., content:].sum(2, keepdim=True, dtype=cos.dtype)
         dkv = torch.cat((dk[..., :content], dv[..., :value]), dim=-1)
@@ -156,8 +155,7 @@ class LatentAttention(Attention):
         latent = latent.contiguous()  # apart from the position channels, which are not kept
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         query = self.q if self.q_up is None else self.q_up
-        # The up-projections gather the sequence; the position channels, which all heads share, are
-        # gathered by themselves.
+        # The up-projections gather the sequence; position channels are gathered by themselves.
         if self.tp.size > 1:
             position = linear_map(position, _for_all_heads, _of_all_heads, self.tp)
         return _Heads.apply(

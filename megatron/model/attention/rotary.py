@@ -56,14 +56,14 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         # position interpolation (Chen et al.): the same factor for all pairs
         frequency = frequency / config.rotary_seq_len_interpolation_factor
     factor, temperature = config.rope_factor, 1.0
-    if config.use_rope_scaling:
-        keep = _kept_by_parts(config, frequency)
-        frequency = keep * frequency + (1 - keep) * frequency / factor
     if config.position_embedding_type == "yarn":
         keep = _kept_by_yarn(config, rotating)
-        frequency = keep * frequency + (1 - keep) * frequency / factor
         temperature = yarn_scale(factor, config.mscale) / yarn_scale(factor, config.mscale_all_dim)
-    return frequency, temperature
+    elif config.use_rope_scaling:
+        keep = _kept_by_parts(config, frequency)
+    else:
+        return frequency, temperature
+    return keep * frequency + (1 - keep) * frequency / factor, temperature
 
 
 class RotaryTables:
@@ -176,18 +176,19 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first channels of all pairs, then the second ones.
     """
     half = x.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., half:]
-    first, second = x[..., 0::2], x[..., 1::2]
-    # (first + i second) e^(i phi): the real parts of all pairs, then the imaginary parts.
-    turned = first * cos - second * sin, second * cos + first * sin
+    # the real parts of all pairs, then the imaginary parts
+    turned = _turn(x[..., 0::2], x[..., 1::2], cos[..., :half], sin[..., half:])
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 def rotate_pairs_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The adjoint of `rotate_pairs`."""
     half = dy.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., half:]
-    first, second = dy[..., :half], dy[..., half:]
-    # times e^(-i phi), and each pair back in neighbouring channels
-    turned = first * cos + second * sin, second * cos - first * sin
+    # by -phi, whose sine is the first half of the table; each pair back in neighbouring channels
+    turned = _turn(dy[..., :half], dy[..., half:], cos[..., :half], sin[..., :half])
     return torch.stack(turned, dim=-1).flatten(-2).to(dy.dtype)
+
+
+def _turn(real: Tensor, imaginary: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """(real + i imaginary) e^(i phi)."""
+    return real * cos - imaginary * sin, imaginary * cos + real * sin

@@ -77,8 +77,7 @@ def _expert_specs(config: ModelConfig, name: str) -> tuple[ParameterSpec, Parame
             expert=(expert, count),
         )
 
-    # fc1 is [gate; up] of expert 0, then of expert 1, ...: in checkpoints each is a matrix of its
-    # name
+    # [gate; up] of expert 0, then of expert 1, ...: in checkpoints each is a matrix of its name
     parts = ("gate", "up") if config.activation in GATED else ("up",)
     fc1 = fuse(matrix_of(expert, part) for expert in range(count) for part in parts)
     return fc1, fuse(matrix_of(expert, "down") for expert in range(count))
@@ -183,8 +182,7 @@ class _WeightedActivation(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weights)
         ctx.activation, ctx.gated = activation, gated
-        # The weight enters before fc2: its gradient is then a sum over f, and nothing more is
-        # saved.
+        # The weight enters before fc2: its gradient is a sum over f, and nothing more is saved.
         return (activation(x) * weights.unsqueeze(1)).to(x.dtype)
 
     @staticmethod

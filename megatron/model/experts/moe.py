@@ -84,8 +84,7 @@ class MoE(nn.Module):
         self, x: Tensor, micro: MicroBatch, keeps_routing: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`keeps_routing`: for the second forward pass of this layer."""
-        # Routing: a layer whose forward pass comes twice takes the choice of the first, so that
-        # tokens go the same way again.
+        # Routing: a layer whose forward pass comes twice takes the choice of the first.
         state = micro.hidden_dropout  # None in evaluation
         logits, scores = self.router.scores(x, state)
         routing = micro.routings.pop(self.index, None)
@@ -97,8 +96,7 @@ class MoE(nn.Module):
         choice, plan = routing
         # The weights are differentiated, so they are computed again from the scores.
         weights = self.router.weights(scores, choice.experts)
-        # Experts: dispatch, two grouped GEMMs, combine; then the shared expert, which sees every
-        # token.
+        # Experts: dispatch, two grouped GEMMs, combine; then the shared expert, for every token.
         y = self.through_experts(x, weights, plan=plan).view(x.shape)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)

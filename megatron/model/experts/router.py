@@ -213,8 +213,7 @@ class Router(nn.Module):
         """
         size, k, s = self.samples.size, experts.shape[1], len(token_index)
         sample = torch.arange(len(experts) // s, device=experts.device)
-        # The number of each token in the micro-batch, in all layouts the same: ties are broken by
-        # it.
+        # The number of each token in the micro-batch, equal in all layouts, breaks ties.
         order = (sample * s * size + token_index.unsqueeze(1)).flatten()
         order = all_gather(order, self.samples).repeat_interleave(k)
         every, weight = (

@@ -1,6 +1,5 @@
 """Each layer against torch's own, forward bit for bit, gradients in float64."""
 
-import dataclasses
 import typing
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from unit.model.made import linear, norm
 
 from megatron.config.model import ACTIVATIONS, ModelConfig
 from megatron.model import linear as linear_module
+from megatron.model import loss as loss_module
 from megatron.model import mlp
 from megatron.model.attention import attention
 from megatron.model.attention.attention import choose_attention
@@ -158,17 +158,14 @@ S, B, N, G, D = 12, 2, 4, 2, 8
 
 
 def test_choose_attention():
-    config = ModelConfig(attention_dropout=0.1)
-    assert (
-        choose_attention(config, training=True) == "plain"
-        and choose_attention(config, training=False) == "sdpa"
-    )
-    assert (
-        choose_attention(dataclasses.replace(config, attention_dropout=0.0), training=True)
-        == "sdpa"
-    )
+    def chosen(training=True, **more):
+        return choose_attention(ModelConfig(**more), training=training)
+
+    assert chosen(attention_dropout=0.1) == "plain"
+    assert chosen(attention_dropout=0.1, training=False) == "sdpa"
+    assert chosen(attention_dropout=0.0) == "sdpa"
     with pytest.raises(ValueError, match="--attention-dropout"):
-        choose_attention(dataclasses.replace(config, attention_backend="sdpa"), training=True)
+        chosen(attention_dropout=0.1, attention_backend="sdpa")
 
 
 # ---- loss ----
@@ -177,22 +174,13 @@ def test_choose_attention():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_cross_entropy(softcap, z_loss, monkeypatch):
-    # several chunks
-    monkeypatch.setitem(
-        __import__("megatron.model.loss", fromlist=["x"]).LOSS_CHUNK_BYTES, "cpu", 200
-    )
+    monkeypatch.setitem(loss_module.LOSS_CHUNK_BYTES, "cpu", 200)  # several chunks
     s, b, v, padded = 5, 3, 17, 24
-    logits, labels, weights = (
-        randn(s, b, padded) * 4,
-        torch.randint(0, v, (s, b), generator=torch.Generator().manual_seed(0)),
-        randn(s, b, seed=5),
-    )
+    logits, weights = randn(s, b, padded) * 4, randn(s, b, seed=5)
+    labels = torch.randint(0, v, (s, b), generator=torch.Generator().manual_seed(0))
     reference = logits.clone().requires_grad_()
-    z = (
-        reference[..., :v]
-        if softcap is None
-        else softcap * torch.tanh(reference[..., :v] / softcap)
-    )
+    z = reference[..., :v]
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
     lse = torch.logsumexp(z, -1)
     expected = F.cross_entropy(z.flatten(0, 1), labels.flatten(), reduction="none").view(s, b)
     ((expected + z_loss * lse**2) * weights).sum().backward()
@@ -207,16 +195,13 @@ def test_cross_entropy(softcap, z_loss, monkeypatch):
 
 
 def test_cross_entropy_gradient_takes_the_logits_storage():
-    logits = randn(4, 2, 64, dtype=torch.float32, grad=True)
-    inner = logits * 1.0
-    loss, _ = cross_entropy(
-        inner, torch.zeros(4, 2, dtype=torch.int64), sharded_cross_entropy(64, 64)
-    )
-    before = inner.data_ptr()
+    inner = randn(4, 2, 64, dtype=torch.float32, grad=True) * 1.0
+    labels = torch.zeros(4, 2, dtype=torch.int64)
+    loss, _ = cross_entropy(inner, labels, sharded_cross_entropy(64, 64))
     seen = []
     inner.register_hook(lambda g: seen.append(g.data_ptr()))
     loss.sum().backward()
-    assert seen == [before]
+    assert seen == [inner.data_ptr()]
 
 
 def test_cross_entropy_refuses_logits_that_it_would_have_to_copy():
@@ -268,12 +253,9 @@ def test_grouped_heads_never_take_all_scores_into_memory(monkeypatch, groups, ma
         return fused(q, k, v, tensor, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
+    dense = AttentionMask.dense
     monkeypatch.setattr(
-        AttentionMask,
-        "dense",
-        lambda self, s, t, device, dense=AttentionMask.dense: dense(
-            self, s, t, torch.device("cpu")
-        ),
+        AttentionMask, "dense", lambda *given: dense(*given[:3], torch.device("cpu"))
     )
     out = attention.fused_attention(*(x.as_subclass(OnGpu) for x in (q, k, v)), mask, 0.3)
     assert calls == [(n, n, masked, not masked, False)]
