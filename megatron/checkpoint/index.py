@@ -28,7 +28,6 @@ from megatron.checkpoint.manifest import (
     decode_manifest,
     iteration_folder,
     list_iterations,
-    parse_key,
     shard_file,
     table_digest,
     table_file,
@@ -173,22 +172,18 @@ class Index:
         record = self.manifest["shards"][number]
         shard = ShardFile(self.path, number, record, len(header), chunk)
         self.shards.append(shard)
-        path = shard.path
-        entries, shapes = decode_header(header, shard.data_bytes, path)
-        for key, entry in entries.items():
-            name, offset = parse_key(key, path)
-            shape = shapes.get(name)
+        for name, shape, dtype, offset, extent, start in decode_header(
+            header, shard.data_bytes, shard.path
+        ):
             if name not in self.tensors:
-                self.tensors[name] = StoredTensor(shape or (), entry.dtype, self.shards, array("q"))
+                self.tensors[name] = StoredTensor(shape, dtype, self.shards, array("q"))
             stored = self.tensors[name]
             # all shards have the same tensor in mind
-            agrees = (shape, entry.dtype) == (stored.shape, stored.dtype)
-            has_dims = len(offset) == len(entry.shape) == len(stored.shape)
-            if not (agrees and has_dims) or entry.start % stored.item_bytes:
+            if (shape, dtype) != (stored.shape, stored.dtype):
                 raise CheckpointError(
-                    f"{path}: {key}: shape, dtype or alignment contradicts the other shards"
+                    f"{shard.path}: {name}: shape or dtype contradicts the other shards"
                 )
-            stored.rows.extend((number, entry.start, *offset, *entry.shape))
+            stored.rows.extend((number, start, *offset, *extent))
 
     def _check_complete(self) -> None:
         """Every element of every tensor is there once, and so is every tensor that the run has."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from megatron.checkpoint.boxes import Dims, Shapes, shapes_of
-from megatron.checkpoint.run_state import check_run_state, fits, integer, texts
+from megatron.checkpoint.run_state import check_run_state, count, fits, integer, texts
 from megatron.config.errors import UserError
 from megatron.config.input_files import JsonObject, parse_json
 
@@ -71,24 +71,25 @@ def list_iterations(root: Path) -> list[int]:
 # ---- one shard's safetensors header --------------------------------------------------------------
 
 
-class Entry(NamedTuple):
-    """One tensor inside a safetensors file; `start` counts from the start of the data."""
+KEY = re.compile(r"([^@]+)@(\d+(?:,\d+)*)")  # box_key's
 
-    dtype: str
+
+class Entry(NamedTuple):
+    """A box of a logical tensor in a shard. `shape`: of the whole tensor; `start` counts from the
+    start of the data.
+    """
+
+    name: str
     shape: Dims
+    dtype: str
+    offset: Dims
+    extent: Dims
     start: int
 
 
 def box_key(name: str, offset: Dims) -> str:
     """`name@o0,o1,...`: the key of a box in its shard."""
     return f"{name}@{','.join(map(str, offset))}"
-
-
-def parse_key(key: str, path: Path) -> tuple[str, Dims]:
-    match = re.fullmatch(r"([^@]+)@(\d+(?:,\d+)*)", key)
-    if not match:
-        raise CheckpointError(f"{path}: tensor key {key!r} is not of the form name@offsets")
-    return match[1], tuple(map(int, match[2].split(",")))
 
 
 def encode_header(tensors: list[tuple[str, str, Dims]], metadata: dict[str, str]) -> bytes:
@@ -107,40 +108,41 @@ def encode_header(tensors: list[tuple[str, str, Dims]], metadata: dict[str, str]
     return struct.pack("<Q", len(body)) + body
 
 
-def decode_header(raw: bytes, data_bytes: int, path: Path) -> tuple[dict[str, Entry], Shapes]:
-    """Entries by key, and the tensors' global shapes, of the header `raw` (length word included) of
-    a file with `data_bytes` of data after it. Raises CheckpointError unless the tensors fill the
-    data exactly.
+def decode_header(raw: bytes, data_bytes: int, path: Path) -> list[Entry]:
+    """What is in a file with the header `raw` (length word included) and `data_bytes` of data after
+    it. Raises CheckpointError unless the tensors are sound and fill the data exactly.
     """
     try:
         header = parse_json(raw[8:])
         shapes = shapes_of(parse_json(header.pop("__metadata__")["shapes"].encode()))
-        return _entries(header, data_bytes), shapes
+        return _entries(header, shapes, data_bytes)
     except MALFORMED as error:
         why = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path}: the safetensors header is malformed: {why}") from error
 
 
-def _entries(header: JsonObject, data_bytes: int) -> dict[str, Entry]:
-    """Raises one of MALFORMED unless every tensor is sound and they lie back to back in all of the
-    data.
-    """
-    entries = {}
+def _entries(header: JsonObject, shapes: Shapes, data_bytes: int) -> list[Entry]:
+    """Raises one of MALFORMED."""
+    entries = []
     position = 0
     for key, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        shape, dtype = tuple(value["shape"]), value["dtype"]
-        start, stop = value["data_offsets"]
+        match = KEY.fullmatch(key)
+        if match is None:
+            raise ValueError(f"{key!r} is not of the form name@offsets")
+        name, offset = match[1], tuple(map(int, match[2].split(",")))
+        shape, extent, dtype = shapes[name], tuple(value["shape"]), value["dtype"]
         if dtype not in ITEM_BYTES:
             raise ValueError(f"{key}: dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
-        size = math.prod(shape) * ITEM_BYTES[dtype]
-        if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
+        start, stop = value["data_offsets"]
+        if not fits([*extent, start, stop], [count]):
             raise ValueError(f"{key}: a size is not a natural number")
-        if start != position or stop - start != size:
-            raise ValueError(
-                f"{key}: lies at bytes {start} to {stop}, not at {position} to {position + size}"
-            )
-        position = stop
-        entries[key] = Entry(dtype, shape, start)
+        end = position + math.prod(extent) * ITEM_BYTES[dtype]
+        if (start, stop) != (position, end):
+            raise ValueError(f"{key}: lies at bytes {start} to {stop}, not at {position} to {end}")
+        if not len(shape) == len(offset) == len(extent) or start % ITEM_BYTES[dtype]:
+            raise ValueError(f"{key}: its dimensions or its alignment are wrong")
+        entries.append(Entry(name, shape, dtype, offset, extent, start))
+        position = end
     if position != data_bytes:
         raise ValueError(f"the tensors end at byte {position}, the file's data at {data_bytes}")
     return entries

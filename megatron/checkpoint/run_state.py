@@ -170,24 +170,20 @@ def _wrong_options(config: JsonObject) -> list[str]:
         f"config.{group}.{name}"
         for group, fields in config.items()
         for name, value in fields.items()
-        if name in FIELDS and FIELDS[name].group == group and not _fits(FIELDS[name], value)
+        if name in FIELDS and FIELDS[name].group == group and not _is_of(FIELDS[name], value)
     ]
 
 
-def _fits(option: Option, value: Any) -> bool:
+KINDS: dict[type, Schema] = {
+    float: number,
+    int: lambda value: type(value) is int and abs(value) < 2**63,
+}
+
+
+def _is_of(option: Option, value: Any) -> bool:
     """Whether a value has the type of a field. Another version may have other choices."""
-    if value is None:
-        return option.optional
-    values = value if option.many else [value]
-    return type(values) is list and all(_is_one(option, each) for each in values)
-
-
-def _is_one(option: Option, value: Any) -> bool:
-    if option.kind is float:
-        return number(value)
-    if option.kind is int:
-        return type(value) is int and abs(value) < 2**63
-    return type(value) is option.kind
+    kind = KINDS.get(option.kind, option.kind)
+    return option.optional if value is None else fits(value, [kind] if option.many else kind)
 
 
 STATE: dict[str, Schema] = {
