@@ -84,6 +84,7 @@ class Staging:
         """Send the writer the bytes of a file in waves of what the memory holds; returns with the
         last one on its way into it.
         """
+        self.end = 0  # a save before may have failed here
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):

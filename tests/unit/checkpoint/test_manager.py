@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,7 +21,7 @@ from megatron.checkpoint import files, manifest
 from megatron.checkpoint.files import WriteProgress
 from megatron.checkpoint.local import checkpoints
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
-from megatron.checkpoint.manager import CheckpointManager, staging_bytes
+from megatron.checkpoint.manager import CheckpointManager, Staging, staging_bytes
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import open_checkpoint
@@ -165,6 +166,20 @@ def test_a_commit_that_cannot_start_fails_the_save(tmp_path, made, log_lines):
     assert "iteration 1 was NOT saved" in log_lines[-1]
     assert "was not saved: Cannot allocate memory" in log_lines[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_failed_start_has_copied_is_not_in_the_next_save(tmp_path, made, log_lines):
+    def filled(staging: Staging, file: Iterable[torch.Tensor]) -> None:
+        real(staging, file)
+        raise OSError(5, "Input/output error")
+
+    background, real = made(tmp_path, enough(tensors())), Staging.fill
+    with mock.patch.object(Staging, "fill", filled):
+        background.save(1, pairs(tensors()), STATE)
+    assert not background.went_well and "Input/output error" in log_lines[-1]
+    background.save(2, pairs(tensors(2)), STATE)
+    assert background.finalize(), log_lines
+    loads(open_checkpoint(tmp_path).path, tensors(2))
 
 
 def test_training_waits_for_all_of_a_save_at_the_end(tmp_path, made):
