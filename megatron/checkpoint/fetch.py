@@ -8,7 +8,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
@@ -27,10 +26,6 @@ THREADS = 2  # that read and verify; hashing and reading leave Python's lock alo
 # runs being read or waiting, in addition to the one in use and the one before it: this bounds the
 # memory of reading
 PREFETCHED = 3
-
-
-class DamageError(CheckpointError):
-    """Tensor data that are not what was saved, or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +57,13 @@ class Fetcher:
         """
         for shard, wanted in groupby(ranges, key=lambda each: each.shard):
             table = shard.table()
+            try:
+                file = open(shard.path, "rb", buffering=0)
+            except OSError as error:
+                raise CheckpointError(f"{shard.path}: {error.strerror}") from error
             # the threads end before the file is closed
-            with _opened(shard) as file, ThreadPoolExecutor(THREADS) as threads:
-                read = partial(_read, shard, file, table, self.describe)
+            with file, ThreadPoolExecutor(THREADS) as threads:
+                read = partial(_read, shard, file.fileno(), table, self.describe)
                 yield from self._stream(_runs(wanted), partial(threads.submit, read))
 
     def _stream(
@@ -132,18 +131,6 @@ def _runs(ranges: Iterable[Range]) -> Iterator[_Run]:
         yield run
 
 
-@contextmanager
-def _opened(shard: ShardFile) -> Iterator[int]:
-    try:
-        file = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise DamageError(f"{shard.path}: {error.strerror}") from error
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
 def _read(
     shard: ShardFile,
     file: int,
@@ -159,18 +146,18 @@ def _read(
         try:
             got = os.preadv(file, [into[done:]], at)
         except OSError as error:
-            raise DamageError(
+            raise CheckpointError(
                 f"{shard.path}: byte {at} and those after it cannot be read: {error.strerror}"
             ) from error
         if got == 0:
-            raise DamageError(f"{shard.path}: ends at byte {at}: truncated while it was read")
+            raise CheckpointError(f"{shard.path}: ends at byte {at}: truncated while it was read")
         done += got
     for at in range(0, done, table.chunk):
         part = into[at : at + table.chunk]
         low = position + at
         if m.chunk_digest(part) != table.chunks[low // table.chunk]:
             high = low + len(part)
-            raise DamageError(
+            raise CheckpointError(
                 f"{shard.path}: damaged: bytes {shard.data_start + low} to "
                 f"{shard.data_start + high}{describe(shard, low, high)} do not match their digest"
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import Dims
-from megatron.checkpoint.fetch import BATCH, DamageError, Range
+from megatron.checkpoint.fetch import BATCH, Range
 from megatron.checkpoint.index import Index, Piece, StoredTensor, newest_first
 from megatron.checkpoint.manifest import (
     MANIFEST,
@@ -211,7 +211,7 @@ class Checkpoint(Index):
         try:
             for rows, data in self.fetcher.stream(wanted):
                 rows.copy(data)
-        except DamageError as error:
+        except CheckpointError as error:
             raise CheckpointError(
                 f"{error}. {self.path.name} cannot be loaded; {self._instead()}."
             ) from error
