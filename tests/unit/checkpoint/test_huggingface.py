@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 import torch
+from checkpoint_cases import part_of
 from huggingface_names import made_of
 from megatron.tools._convert.huggingface import family_of, from_huggingface, to_huggingface
 from megatron.tools._convert.huggingface_files import (
@@ -17,7 +18,7 @@ from megatron.tools._convert.huggingface_files import (
     take_rules,
     without_copied_head,
 )
-from megatron.tools._convert.models import box_part
+from megatron.tools._convert.models import Pair, box_part
 
 from megatron.config.groups import ModelConfig
 from megatron.model.arithmetic import padded_vocab_size
@@ -240,13 +241,18 @@ def imported(
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     theirs = without_copied_head(config, theirs)
     fields, rules = from_huggingface(config, theirs)
+    return ModelConfig(**fields), assembled(take_rules(rules, theirs))
+
+
+def assembled(pairs: list[Pair]) -> dict[str, torch.Tensor]:
+    """The logical tensors of which these are the parts."""
     found: dict[str, torch.Tensor] = {}
-    for box, tensor in take_rules(rules, theirs):
+    for box, tensor in pairs:
         whole = found.setdefault(box.name, tensor.new_full(box.shape, torch.nan))
-        at = tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))
-        assert whole[at].isnan().all()  # nothing is there twice
-        whole[at] = tensor
-    return ModelConfig(**fields), found
+        at = part_of(whole, box.offset, box.extent)
+        assert at.isnan().all()  # nothing is there twice
+        at.copy_(tensor)
+    return found
 
 
 def tokens() -> torch.Tensor:
@@ -397,15 +403,8 @@ def test_parts_of_fused_experts_are_cut_at_each_expert():
         ((3, 0, 0), (2, 160, 20)),
         ((3, 0, 20), (2, 160, 12)),
     ]
-    parts = []
-    for offset, extent in cuts:
-        at = tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))
-        parts.append(box_part(offset, extent, whole[at]))
-    made = {name: torch.full_like(held[name], torch.nan) for name in rule.ours}
-    for box, tensor in take_parts([rule], {rule.theirs: (tuple(whole.shape), parts)}):
-        at = tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))
-        assert made[box.name][at].isnan().all()  # nothing is there twice
-        made[box.name][at] = tensor
+    parts = [box_part(*place, part_of(whole, *place)) for place in cuts]
+    made = assembled(take_parts([rule], {rule.theirs: (tuple(whole.shape), parts)}))
     assert all(torch.equal(made[name], held[name]) for name in rule.ours)
 
 
