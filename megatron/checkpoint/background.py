@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import mmap
 import multiprocessing
 import os
 import signal
@@ -159,7 +160,7 @@ def serve(pipe: int) -> None:
                 answer = {"result": COMMANDS[command.pop("do")](trainer, **command)}
             except CheckpointError as error:
                 answer = {"error": str(error)}
-            except (OSError, MemoryError) as error:
+            except (OSError, MemoryError, ValueError) as error:  # also of an empty file
                 answer = {"error": not_saved(Path(command["root"]), command["iteration"], error)}
             _send(trainer, answer)
 
@@ -220,10 +221,10 @@ def _waves(trainer: Connection, source: str, size: int) -> Iterator[memoryview]:
     while size:
         wave = json.loads(trainer.recv_bytes())["bytes"]
         size -= wave
-        with open(source, "rb", buffering=0) as file:
-            while wave and (piece := file.read(min(wave, m.CHUNK))):
-                wave -= len(piece)
-                yield memoryview(piece)
+        with open(source, "rb") as file:
+            memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        for start in range(0, wave, m.CHUNK):
+            yield memory[start : min(start + m.CHUNK, wave)]
         if size:
             _send(trainer, DONE)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
@@ -55,45 +55,41 @@ class Fetcher:
         CheckpointError at the first chunk, in their order, that cannot be read or does not match
         its digest.
         """
-        for shard, wanted in groupby(ranges, key=lambda each: each.shard):
-            table = shard.table()
-            try:
-                file = open(shard.path, "rb", buffering=0)
-            except OSError as error:
-                raise CheckpointError(f"{shard.path}: {error.strerror}") from error
-            # the threads end before the file is closed
-            with file, ThreadPoolExecutor(THREADS) as threads:
-                read = partial(_read, shard, file.fileno(), table, self.describe)
-                yield from self._stream(_runs(wanted), partial(threads.submit, read))
+        with ThreadPoolExecutor(THREADS) as threads:
+            for shard, wanted in groupby(ranges, key=lambda each: each.shard):
+                table = shard.table()
+                try:
+                    file = open(shard.path, "rb", buffering=0)
+                except OSError as error:
+                    raise CheckpointError(f"{shard.path}: {error.strerror}") from error
+                with file:
+                    read = partial(_read, shard, file.fileno(), table, self.describe)
+                    yield from self._stream(_runs(wanted), partial(threads.submit, read))
 
     def _stream(
         self, runs: Iterator[_Run], submit: Callable[..., Future]
     ) -> Iterator[tuple[Any, memoryview]]:
         """`stream` of one shard; `submit(position, into)` reads from there on."""
-        buffers = [bytearray()] * (PREFETCHED + 2)
-        numbered = enumerate(runs)
+        started = _started(runs, submit)
         ahead = deque[tuple[_Run, memoryview, Future]]()  # being read
         before = memoryview(b"")
-        while True:
-            # Some runs are read ahead of the one that is used.
-            for number, run in islice(numbered, PREFETCHED + 1 - len(ahead)):
-                size, place = run.stop - run.first, number % len(buffers)
-                if len(buffers[place]) < size:
-                    buffers[place] = bytearray(size)
-                view = memoryview(buffers[place])[:size]
-                done = submit(run.first + run.shared, view[run.shared :])
-                ahead.append((run, view, done))
-            if not ahead:
-                return
+        try:
+            while True:
+                # Some runs are read ahead of the one that is used.
+                ahead.extend(islice(started, PREFETCHED + 1 - len(ahead)))
+                if not ahead:
+                    return
 
-            # The next run is in its buffer, but for chunks shared with the one before.
-            run, view, done = ahead.popleft()
-            done.result()
-            self.bytes_read += len(view) - run.shared
-            view[: run.shared] = before[len(before) - run.shared :]
-            before = view
-            for wanted in run.wanted:
-                yield wanted, view[wanted.start - run.first : wanted.stop - run.first]
+                # The next run is in its buffer, but for chunks shared with the one before.
+                run, view, done = ahead.popleft()
+                done.result()
+                self.bytes_read += len(view) - run.shared
+                view[: run.shared] = before[len(before) - run.shared :]
+                before = view
+                for wanted in run.wanted:
+                    yield wanted, view[wanted.start - run.first : wanted.stop - run.first]
+        finally:
+            wait([done for _, _, done in ahead])  # before the file is closed
 
 
 @dataclass
@@ -106,6 +102,19 @@ class _Run:
     stop: int
     shared: int
     wanted: list[Any]
+
+
+def _started(
+    runs: Iterator[_Run], submit: Callable[..., Future]
+) -> Iterator[tuple[_Run, memoryview, Future]]:
+    """Each run on its way into a buffer, which is used again when its turn comes."""
+    buffers = [bytearray()] * (PREFETCHED + 2)
+    for number, run in enumerate(runs):
+        size, place = run.stop - run.first, number % len(buffers)
+        if len(buffers[place]) < size:
+            buffers[place] = bytearray(size)
+        view = memoryview(buffers[place])[:size]
+        yield run, view, submit(run.first + run.shared, view[run.shared :])
 
 
 def _runs(ranges: Iterable[Range]) -> Iterator[_Run]:

@@ -126,26 +126,32 @@ def _entries(header: JsonObject, shapes: Shapes, data_bytes: int) -> list[Entry]
     entries = []
     position = 0
     for key, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        match = KEY.fullmatch(key)
-        if match is None:
-            raise ValueError(f"{key!r} is not of the form name@offsets")
-        name, offset = match[1], tuple(map(int, match[2].split(",")))
-        shape, extent, dtype = shapes[name], tuple(value["shape"]), value["dtype"]
-        if dtype not in ITEM_BYTES:
-            raise ValueError(f"{key}: dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
-        start, stop = value["data_offsets"]
-        if not fits([*extent, start, stop], [count]):
-            raise ValueError(f"{key}: a size is not a natural number")
-        end = position + math.prod(extent) * ITEM_BYTES[dtype]
-        if (start, stop) != (position, end):
-            raise ValueError(f"{key}: lies at bytes {start} to {stop}, not at {position} to {end}")
-        if not len(shape) == len(offset) == len(extent) or start % ITEM_BYTES[dtype]:
-            raise ValueError(f"{key}: its dimensions or its alignment are wrong")
-        entries.append(Entry(name, shape, dtype, offset, extent, start))
-        position = end
+        entry = _entry(key, value, shapes, position)
+        entries.append(entry)
+        position += math.prod(entry.extent) * ITEM_BYTES[entry.dtype]
     if position != data_bytes:
         raise ValueError(f"the tensors end at byte {position}, the file's data at {data_bytes}")
     return entries
+
+
+def _entry(key: str, value: JsonObject, shapes: Shapes, start: int) -> Entry:
+    """The box `key`, whose data must begin at byte `start`. Raises one of MALFORMED."""
+    match = KEY.fullmatch(key)
+    if match is None:
+        raise ValueError(f"{key!r} is not of the form name@offsets")
+    name, offset = match[1], tuple(map(int, match[2].split(",")))
+    shape, extent, dtype = shapes[name], tuple(value["shape"]), value["dtype"]
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{key}: dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
+    first, last = value["data_offsets"]
+    if not fits([*extent, first, last], [count]):
+        raise ValueError(f"{key}: a size is not a natural number")
+    stop = start + math.prod(extent) * ITEM_BYTES[dtype]
+    if (first, last) != (start, stop):
+        raise ValueError(f"{key}: lies at bytes {first} to {last}, not at {start} to {stop}")
+    if not len(shape) == len(offset) == len(extent) or start % ITEM_BYTES[dtype]:
+        raise ValueError(f"{key}: its dimensions or its alignment are wrong")
+    return Entry(name, shape, dtype, offset, extent, start)
 
 
 # ---- one shard's digest table --------------------------------------------------------------------
