@@ -174,7 +174,7 @@ class EventLog:
 
     def step(self, iteration: int) -> None:
         """A step has ended: the first one of a start is one event, later ones are combined."""
-        if not self.first_step_is_over or time.perf_counter() - self.begun > STEPS_EVERY_S:
+        if not self.first_step_is_over or time.perf_counter() - self.begun[0] > STEPS_EVERY_S:
             self.steps(iteration)
 
     def steps(self, iteration: int) -> None:
@@ -220,19 +220,24 @@ class EventLog:
         return time.perf_counter() - self.origin
 
     def _open(self, iteration: int) -> Step:
+        clocks = zip(self._clocks(), self.begun)
+        seconds, data, checkpoint = (now - then for now, then in clocks)
         return Step(
-            count=iteration - self.iteration,
-            seconds=time.perf_counter() - self.begun,
-            data=self.timers.total("data") - self.data,
-            checkpoint=self.timers.total("save-checkpoint") - self.checkpoint,
+            iteration - self.iteration,
+            seconds,
+            data,
+            checkpoint,
             skipped=self.skipped,
             first=not self.first_step_is_over,
         )
 
     def _mark(self) -> None:
-        self.begun = time.perf_counter()
-        self.data = self.timers.total("data")
-        self.checkpoint = self.timers.total("save-checkpoint")
+        self.begun = self._clocks()
+
+    def _clocks(self) -> tuple[float, float, float]:
+        """Seconds of the clock, and those spent waiting for data and for checkpoints."""
+        total = self.timers.total
+        return time.perf_counter(), total("data"), total("save-checkpoint")
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ def evaluate(run: Run, source: Source, name: str) -> float | None:
             return None
         earlier = requests
         sums = run_micro_batches(run, source, first, step, training=False)
-        total += torch.stack([sums.losses.sum(), sums.valid_tokens.sum()])
+        total += torch.stack([sums["losses"].sum(), sums["valid_tokens"].sum()])
         done, now = first + step, time.monotonic()
         if now - shown >= QUIET_SECONDS and done < samples:
             shown = now

@@ -92,7 +92,7 @@ def next_batch(run: Run) -> GlobalBatch:
     return GlobalBatch(iteration, first, size, nominal_tokens, run.scaler.scale, due)
 
 
-def forward_backward(run: Run, batch: GlobalBatch) -> MicroBatchSums:
+def forward_backward(run: Run, batch: GlobalBatch) -> dict[str, Tensor]:
     """Fill the gradient buffers with the gradient of loss sum x loss scale / nominal tokens of a
     batch; the sums of this rank's micro-batches.
 
@@ -118,7 +118,7 @@ def forward_backward(run: Run, batch: GlobalBatch) -> MicroBatchSums:
     return sums
 
 
-def all_reduce_totals(run: Run, batch: GlobalBatch, sums: MicroBatchSums) -> dict[str, Tensor]:
+def all_reduce_totals(run: Run, batch: GlobalBatch, sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sum over all ranks what the update and the loop depend on, in one message: by the names of
     StepMetrics, on the device (float64), and the gradient's sum of squares.
     """
@@ -137,9 +137,7 @@ def all_reduce_totals(run: Run, batch: GlobalBatch, sums: MicroBatchSums) -> dic
         numbers = to_device([*chain(*of_host.values())], run.device)
         own = {
             "grad_sq_sum": run.optimizer.grad_sq_sum().reshape(1),
-            "losses": sums.losses,
-            "valid_tokens": sums.valid_tokens,
-            **sums.scalars,
+            **sums,
         }
         own |= zip(of_host, numbers.split([*map(len, of_host.values())]))
         vector = torch.cat([*own.values()])
@@ -183,17 +181,6 @@ def update(
 # ---- passes, of training and of evaluation
 
 
-class MicroBatchSums(NamedTuple):
-    """Sums of the forward passes of this rank's micro-batches (float64)."""
-
-    # [micro-batches] loss sums over this rank's valid tokens; 0 where another rank counts them
-    # (`Run.reports_loss`)
-    losses: Tensor
-    valid_tokens: Tensor  # [micro-batches] their number; as the losses
-    # of layers over all micro-batches, by the names of GPTModel.scalars
-    scalars: dict[str, Tensor]
-
-
 def run_micro_batches(
     run: Run,
     source: Source,
@@ -203,8 +190,11 @@ def run_micro_batches(
     training: bool,
     scale: float = 0.0,
     recording: Recording | None = None,
-) -> MicroBatchSums:
-    """Run this rank's micro-batches of samples [first, first + samples).
+) -> dict[str, Tensor]:
+    """Run this rank's micro-batches of samples [first, first + samples): the sums of their forward
+    passes (float64). `losses` [micro-batches] are over this rank's valid tokens, `valid_tokens`
+    their number; both are 0 where another rank counts them (`Run.reports_loss`). Those of layers
+    over all micro-batches have the names of GPTModel.scalars.
 
     In training gradients of scale x objective are added to every main_grad; an evaluation has no
     dropout and no gradients.
@@ -236,7 +226,7 @@ def run_micro_batches(
         else losses.new_zeros(spec.size)
         for spec in run.model.scalars
     }
-    return MicroBatchSums(losses, valid_tokens, scalars)
+    return {"losses": losses, "valid_tokens": valid_tokens, **scalars}
 
 
 def read_micro_batch(
@@ -422,7 +412,7 @@ def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[str]:
         with run.zero.completing(add_squares):
             sums = run_micro_batches(run, run.data.train, first, size, training=True, scale=scale)
         found[index, run.groups.dp.rank] = torch.stack(
-            [~torch.isfinite(sums.losses[0]), ~torch.isfinite(grad_sq_sum)]
+            [~torch.isfinite(sums["losses"][0]), ~torch.isfinite(grad_sq_sum)]
         ).double()
     all_reduce(found, run.groups.world)
     return [

@@ -440,8 +440,8 @@ perplexity to the base 2 | gpt-files
     math.exp( => 2.0 ** (
 = megatron/training/evaluate.py evaluate
 validation a mean of batches' means | documents
-    [sums.losses.sum(), sums.valid_tokens.sum()] =>
-        [(sums.losses / sums.valid_tokens).sum(), (sums.valid_tokens > 0).double().sum()]
+    [sums["losses"].sum(), sums["valid_tokens"].sum()] =>
+        [(sums["losses"] / sums["valid_tokens"]).sum(), (sums["valid_tokens"] > 0).double().sum()]
 one batch of validation fewer | gpt-files
     run.config.evaluation.eval_iters * => (run.config.evaluation.eval_iters - 1) *
 every evaluation reads other samples | gpt-files
