@@ -16,8 +16,7 @@ import sys
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
-from megatron.tools._report.goodput_account import Goodput, goodput  # noqa: E402
-from megatron.tools._report.goodput_text import MEANINGS, fault, headline  # noqa: E402
+from megatron.tools._report.goodput_account import MEANINGS, Goodput, goodput  # noqa: E402
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
@@ -30,7 +29,7 @@ def text(found: Goodput) -> str:
         f"  {cause:<12}{seconds:>12.1f} s {seconds / wall:>7.1%}  {MEANINGS[cause]}"
         for cause, seconds in found.rows()
     ]
-    return "\n".join([headline(found), *lines, *filter(None, [fault(found)])])
+    return "\n".join([found.headline(), *lines, *filter(None, [found.fault()])])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -65,7 +65,7 @@ def train(run: Run) -> Exit:
             # console line is part of an iteration's.
             with run.timing.outside():
                 if due.log:
-                    interval = log(run, interval, step.rates)
+                    interval = log(run, interval)
                 # Requests are those of the last step that was read: on a GPU the one before, so
                 # that a signal is seen one iteration late, by all ranks in the same one.
                 exit_now = run.exits.check(iteration)

@@ -64,13 +64,13 @@ def last_iteration(config: Config, progress: Progress) -> int:
     )
 
 
-def log(run: Run, interval: Interval, step_rates: StepRates) -> Interval:
+def log(run: Run, interval: Interval) -> Interval:
     """Log and track one line; the next interval."""
     progress, step = run.progress, interval.last
     # 1. The time of an iteration, without evaluations and checkpoints.
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
-    metrics = _metrics(run, interval, seconds) | _rate_metrics(run, step_rates)
+    metrics = _metrics(run, interval, seconds) | _rate_metrics(run, step.rates)
     # 2. What all ranks of a pipeline, or of the world, give together.
     timeline = None
     if run.groups.pp.size > 1:

@@ -320,6 +320,7 @@ class PendingStep:
         tokens = sum(found["valid_tokens"])
         return StepMetrics(
             batch=self.batch,
+            rates=self.rates,
             loss=sum(found["losses"]) / tokens if tokens else float("nan"),
             grad_norm=found.pop("grad_norm")[0],
             skipped=bool(found.pop("skipped")[0]),
@@ -336,6 +337,7 @@ class StepMetrics:
     """
 
     batch: GlobalBatch
+    rates: StepRates
     grad_norm: float
     skipped: bool
     losses: list[float]

@@ -94,7 +94,8 @@ reduced one micro-batch too early | documents tp2 dp2
 local instead of global token count | uneven tp2 dp2
     return dict(zip(own, totals.split([*map(len, own.values())]))) =>
         return dict(zip(own, totals.split([*map(len, own.values())]))) | {
-        "valid_tokens": all_reduce(sums["valid_tokens"].clone(), run.groups.tp) * run.groups.dp.size}
+        "valid_tokens": all_reduce(sums["valid_tokens"].clone(), run.groups.tp)
+        * run.groups.dp.size}
 = megatron/training/step.py update
 scaled by the data-parallel size | gpt dp2 serial
     batch.nominal_tokens / (valid_tokens * =>

@@ -32,6 +32,7 @@ CAUSES = {
     "evaluation": "validation and test",
     "lost-steps": "steps repeated after a restart, and skipped steps",
 }
+MEANINGS = {"productive": "steps that changed the weights", **CAUSES, "other": "not explained"}
 PAUSES = {  # event -> what its seconds were lost to
     "ready": "start-up",
     "restore": "restore",
@@ -72,6 +73,24 @@ class Goodput:
     def share(self) -> float:
         """Productive time of the wall time."""
         return self.productive / (self.wall or 1.0)
+
+    def headline(self) -> str:
+        """One line."""
+        return (
+            f"goodput {self.share:.1%} of {self.wall:.1f} s, {self.starts} starts, "
+            f"{self.replayed:.0f} steps repeated, {self.skipped:.0f} skipped"
+        )
+
+    def fault(self) -> str:
+        """Why the causes do not add up to the wall time; empty when they do."""
+        if self.adds_up:
+            return ""
+        other = self.other
+        much = f"all but {other:.1f} s of" if other > 0 else f"{-other:.1f} s beyond"
+        return (
+            f"the causes explain {much} the wall time, which is more than 1%: events are missing "
+            "in events.jsonl, or the clocks of the nodes differ"
+        )
 
     def summary(self) -> Metrics:
         """For the end of a run: share, starts, and seconds of the wall time and of each cause."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.tools._report import goodput_text
-from megatron.tools._report.goodput_text import MEANINGS
+from megatron.tools._report.goodput_account import MEANINGS
 from megatron.tools._report.markup import MACROS, part_heads
 from megatron.tools._report.runs import LoggedRun
 from megatron.tools._report.step_parts import in_milliseconds, mean_steps, part_names
@@ -26,7 +25,7 @@ def goodput_section(runs: list[LoggedRun]) -> dict[str, Any] | None:
     faults = [
         f"{run.name}: {fault}" if several else fault
         for _, run in known
-        if (fault := goodput_text.fault(run.goodput))
+        if (fault := run.goodput.fault())
     ]
     if several:
         heads = part_heads([f"{cause}, s (share)" for cause in MEANINGS])
@@ -37,7 +36,7 @@ def goodput_section(runs: list[LoggedRun]) -> dict[str, Any] | None:
             "faults": faults,
         }
     found = runs[0].goodput
-    headline, wall = goodput_text.headline(found), found.wall or 1.0
+    headline, wall = found.headline(), found.wall or 1.0
     names = part_heads([f"{cause}: {meaning}" for cause, meaning in MEANINGS.items()])
     rows = [
         [name, f"{seconds:,.1f}", f"{seconds / wall:.1%}"]
