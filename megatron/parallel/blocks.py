@@ -42,10 +42,11 @@ ALIGNMENT = 64
 UNTRAINED = "state"  # the group of what is kept with the weights and not trained
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BufferEntry:
     """One parameter in its block's flat buffers."""
 
+    parameter: nn.Parameter
     name: str
     start: int
     shape: torch.Size
@@ -150,7 +151,6 @@ class Block:
     def __init__(
         self,
         layout: BufferLayout,
-        parameters: Sequence[nn.Parameter],
         dtype: torch.dtype,
         device: torch.device,
         groups: BufferGroups,
@@ -160,7 +160,8 @@ class Block:
         in_files: bool = False,
         offloaded: bool = False,
     ):
-        self.layout, self.parameters, self.groups = layout, parameters, groups
+        self.layout, self.groups = layout, groups
+        self.parameters = [entry.parameter for entry in layout.entries]
         self.name, self.entries, self.size = layout.name, layout.entries, layout.size
         self.zero_stage, self.grad_dtype = zero_stage, grad_dtype
         self.trained = grad_dtype is not None
@@ -185,12 +186,12 @@ class Block:
         # autograd counts no writes to it
         empty = torch.empty(0, dtype=dtype, device=device)
         self.untracked = empty.set_(self.weight.untyped_storage(), 0, (self.size,), (1,))
-        for entry, parameter in zip(self.entries, self.parameters, strict=True):
+        for entry in self.entries:
             # Swapped in place: modules and optimizers that hold the parameter keep the same object.
             stored = nn.Parameter(entry.view(self.weight), requires_grad=self.trained)
             # what it declares stays
-            vars(stored).update(vars(parameter), main_grad=None, label=entry.name)
-            torch.utils.swap_tensors(parameter, stored)
+            vars(stored).update(vars(entry.parameter), main_grad=None, label=entry.name)
+            torch.utils.swap_tensors(entry.parameter, stored)
 
     def _build_masters(self, dtype: torch.dtype, device: torch.device) -> None:
         """The master weights, unless files have them, and what a step rounds them to."""
@@ -262,11 +263,11 @@ class Block:
             self.grad = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
         for first, last in self.layout.cleared:
             self.grad[first:last].zero_()
-        for entry, parameter in zip(self.entries, self.parameters):
+        for entry in self.entries:
             view = self.grad.narrow(0, entry.start, entry.numel)
-            parameter.main_grad = view.view(entry.shape)
+            entry.parameter.main_grad = view.view(entry.shape)
             if entry.start < self.layout.late:
-                parameter.overwrite_main_grad = True
+                entry.parameter.overwrite_main_grad = True
 
     def complete(self) -> None:
         """All passes are over: the gradient of a linear layer's weight that has had no wgrad is
@@ -298,9 +299,9 @@ class Block:
         early = torch.zeros(
             self.size - self.layout.late, dtype=self.grad_dtype, device=self.weight.device
         )
-        for entry, parameter in zip(self.entries, self.parameters):
+        for entry in self.entries:
             if entry.start >= self.layout.late:
-                parameter.main_grad = entry.view(early, self.layout.late)
+                entry.parameter.main_grad = entry.view(early, self.layout.late)
         self.early[key] = early
 
     def close_early(self) -> None:
@@ -437,9 +438,7 @@ class _Declared(NamedTuple):
     is_late: bool
 
 
-def lay_out_blocks(
-    model: GPTModel, groups: Groups
-) -> list[tuple[BufferLayout, list[nn.Parameter]]]:
+def lay_out_blocks(model: GPTModel, groups: Groups) -> list[BufferLayout]:
     """Where every parameter of a model lies, buffer by buffer in the order of the forward pass. A
     unit has a buffer for each group of ranks that hold its parameters.
     """
@@ -459,8 +458,7 @@ def lay_out_blocks(
             members = [each for each in ordered if each.spec.group == group]
             # every rank keeps all of what is not trained
             parts = 1 if group == UNTRAINED else groups.buffers[group].replicas.size
-            layout = _lay_out(model, unit_name, group, members, parts)
-            layouts.append((layout, [each.parameter for each in members]))
+            layouts.append(_lay_out(model, unit_name, group, members, parts))
     return layouts
 
 
@@ -486,7 +484,8 @@ def _lay_out(
     ranges: list[tuple[int, ParamGroup]] = []
     for name, parameter, spec, is_late in members:
         # Each tensor starts on the grid, so that every cut of the buffer into slices lies on it.
-        entries.append(BufferEntry(name, end, parameter.shape, spec.boxes(model.grid(group))))
+        boxes = spec.boxes(model.grid(group))
+        entries.append(BufferEntry(parameter, name, end, parameter.shape, boxes))
         end += padded(parameter.numel())
         if ranges and ranges[-1][1] == spec.param_group:
             ranges.pop()  # one range of both
@@ -521,10 +520,9 @@ def build_blocks(
     # 1. Where everything lies, what is trained, and which blocks are stepped on the host.
     layouts = lay_out_blocks(model, groups)
     trained = [
-        training and layout.unit not in frozen and layout.group != UNTRAINED
-        for layout, _ in layouts
+        training and layout.unit not in frozen and layout.group != UNTRAINED for layout in layouts
     ]
-    sizes = [layout.size * train for (layout, _), train in zip(layouts, trained)]
+    sizes = [layout.size * train for layout, train in zip(layouts, trained)]
     fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
     on_host = on_host_of(sizes, fraction)
 
@@ -533,14 +531,13 @@ def build_blocks(
     grad_dtype = model.dtype if optimizer.main_grads_dtype == "bf16" else wide
     has_files = optimizer.optimizer_nvme_offload is not None
     blocks = []
-    for (layout, parameters), train, host in zip(layouts, trained, on_host):
+    for layout, train, host in zip(layouts, trained, on_host):
         dtype, stage = model.dtype, distributed.zero_stage
         if layout.group == UNTRAINED:
             dtype, stage = wide, 0
         offloaded = optimizer.param_cpu_offload and stage == 3 and (host or not train)
         block = make(
             layout,
-            parameters,
             dtype,
             device,
             groups.buffers[layout.group],
