@@ -12,6 +12,7 @@ import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -215,17 +216,14 @@ def _order(letters: str, micro_batches: int, stage: int, upper_stage: int = -1) 
     return order
 
 
-def _gpipe(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
+def _gpipe(rank: int, ranks: int, virtual: int, micro_batches: int) -> list[Action]:
     """All forward passes, then all backward passes (Huang et al. 2019)."""
-    return [
-        _order("F" * micro_batches + "B" * micro_batches, micro_batches, rank)
-        for rank in range(ranks)
-    ]
+    return _order("F" * micro_batches + "B" * micro_batches, micro_batches, rank)
 
 
 def _one_forward_one_backward(
-    ranks: int, virtual: int, micro_batches: int, pairs: bool = False
-) -> list[list[Action]]:
+    rank: int, ranks: int, virtual: int, micro_batches: int, pairs: bool = False
+) -> list[Action]:
     """Rank r runs ranks - r - 1 forward passes ahead, then one forward and one backward pass in
     turn, then the backward passes that remain: of 4 ranks rank 1 with 4 micro-batches FF FB FB BB.
     It so holds at most ranks - r micro-batches (PipeDream-flush, Narayanan et al. 2021).
@@ -233,23 +231,18 @@ def _one_forward_one_backward(
     With `pairs` at most 2 (ranks - r): a pair ends when both of its passes have, so that each rank
     runs two forward passes ahead of the next rank instead of one.
     """
-    orders = []
-    for rank in range(ranks):
-        # The warm-up: each rank runs one forward pass more than the next one before its first
-        # backward pass can come; in pairs two.
-        ahead = ranks - rank - 1
-        if pairs:
-            letters = "F" * (2 * ahead + 1) + "BF" * micro_batches
-        else:
-            # letters past the last micro-batch are dropped: "FB" ends as "B"
-            letters = "F" * ahead + "FB" * micro_batches
-        orders.append(_order(letters, micro_batches, rank))
-    return orders
+    # The warm-up: each rank runs one forward pass more than the next one before its first backward
+    # pass can come; in pairs two.
+    ahead = ranks - rank - 1
+    if pairs:
+        return _order("F" * (2 * ahead + 1) + "BF" * micro_batches, micro_batches, rank)
+    # letters past the last micro-batch are dropped: "FB" ends as "B"
+    return _order("F" * ahead + "FB" * micro_batches, micro_batches, rank)
 
 
 def _interleaved(
-    ranks: int, virtual: int, micro_batches: int, pairs: bool = False
-) -> list[list[Action]]:
+    rank: int, ranks: int, virtual: int, micro_batches: int, pairs: bool = False
+) -> list[Action]:
     """Rank r runs its virtual stages in turn, for one group of micro-batches after the other
     (Narayanan et al. 2021).
 
@@ -261,41 +254,30 @@ def _interleaved(
     # Each group of micro-batches passes through all turns of the ring before the next group starts.
     count = max(micro_batches // ranks, 1)
     groups = [group.tolist() for group in np.array_split(range(micro_batches), count)]
-    stages = [turn * ranks for turn in range(virtual)]  # the first of each turn
-    forward = [(first, micro) for group in groups for first in stages for micro in group]
-    backward = [(first, micro) for group in groups for first in reversed(stages) for micro in group]
-    orders = []
-    for rank in range(ranks):
-        # Warm-up of `ahead` forward passes, then one of each in turn, then the rest of the backward
-        # passes.
-        forwards = [Action(Kind.FORWARD, first + rank, micro) for first, micro in forward]
-        backwards = [Action(Kind.BACKWARD, first + rank, micro) for first, micro in backward]
-        ahead = 2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0]) + pairs
-        ahead = min(ahead, len(forwards))
-        turns = zip(backwards, forwards[ahead:]) if pairs else zip(forwards[ahead:], backwards)
-        orders.append(
-            [
-                *forwards[:ahead],
-                *(action for turn in turns for action in turn),
-                *backwards[len(backwards) - ahead :],
-            ]
-        )
-    return orders
+    down = [rank + turn * ranks for turn in range(virtual)]  # this rank's stages
+    forwards, backwards = (
+        [Action(kind, stage, micro) for group in groups for stage in stages for micro in group]
+        for kind, stages in ((Kind.FORWARD, down), (Kind.BACKWARD, down[::-1]))
+    )
+    # Warm-up of `ahead` forward passes, then one of each in turn, then the rest of the backward
+    # passes.
+    ahead = 2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0]) + pairs
+    ahead = min(ahead, len(forwards))
+    turns = zip(backwards, forwards[ahead:]) if pairs else zip(forwards[ahead:], backwards)
+    return [*forwards[:ahead], *chain(*turns), *backwards[len(backwards) - ahead :]]
 
 
-def _zero_bubble(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
+def _zero_bubble(rank: int, ranks: int, virtual: int, micro_batches: int) -> list[Action]:
     """ZB-H1 (Qi et al. 2023): 1F1B of input gradients; rank r is r micro-batches late with weight
     gradients, for which it has time at the end.
 
     Every rank holds min(ranks, micro_batches) micro-batches from forward pass to weight gradient.
     """
-    return [
-        _order("F" * (ranks - rank - 1) + "FI" * rank + "FIW" * micro_batches, micro_batches, rank)
-        for rank in range(ranks)
-    ]
+    letters = "F" * (ranks - rank - 1) + "FI" * rank + "FIW" * micro_batches
+    return _order(letters, micro_batches, rank)
 
 
-def _zero_bubble_v(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
+def _zero_bubble_v(rank: int, ranks: int, virtual: int, micro_batches: int) -> list[Action]:
     """ZB-V (Qi et al. 2023): rank r holds stage r on the way down and stage 2 ranks - 1 - r on the
     way up, so that rank 0 ends the forward pass.
 
@@ -305,20 +287,18 @@ def _zero_bubble_v(ranks: int, virtual: int, micro_batches: int) -> list[list[Ac
     """
     # The pattern is made for at least 2 ranks - 1 micro-batches; with fewer, those that do not
     # exist are left out, and the order of the others stays.
-    count = max(micro_batches, 2 * ranks - 1)
-    orders = []
-    for rank in range(ranks):
-        other = ranks - rank
-        # Capital letters are the stage on the way down, small ones that on the way up. Weight
-        # gradients fill the time in which a rank would wait for its neighbors.
-        fill = "F" * (2 * other - 1) + "fF" * rank + "fiw" * other
-        drain = "Ii" * rank + "IW" * other + "w" * rank + "W" * rank
-        order = _order(fill + "FIWfiw" * (count - ranks) + drain, count, rank, 2 * ranks - 1 - rank)
-        orders.append([action for action in order if action.micro < micro_batches])
-    return orders
+    count, other = max(micro_batches, 2 * ranks - 1), ranks - rank
+    # Capital letters are the stage on the way down, small ones that on the way up. Weight gradients
+    # fill the time in which a rank would wait for its neighbors.
+    fill = "F" * (2 * other - 1) + "fF" * rank + "fiw" * other
+    drain = "Ii" * rank + "IW" * other + "w" * rank + "W" * rank
+    letters = fill + "FIWfiw" * (count - ranks) + drain
+    order = _order(letters, count, rank, 2 * ranks - 1 - rank)
+    return [action for action in order if action.micro < micro_batches]
 
 
-BUILDERS: dict[str, Callable[..., list[list[Action]]]] = {
+# each gives a rank the order of its computations
+BUILDERS: dict[str, Callable[..., list[Action]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
@@ -341,8 +321,9 @@ def build_schedule(
     assert ranks >= 1 and micro_batches >= 1, f"{ranks} ranks, {micro_batches} micro-batches"
     assert rule.virtual in (None, virtual), f"{name} with {virtual} stages a rank"
     assert rule.pairs or not pairs, f"{name} in pairs"
-    orders = BUILDERS[name](ranks, virtual, micro_batches, *[True] * pairs)
-    return Schedule(name, placement, micro_batches, tuple(map(tuple, orders)), pairs)
+    sizes = ranks, virtual, micro_batches, *[True] * pairs
+    actions = tuple(tuple(BUILDERS[name](rank, *sizes)) for rank in range(ranks))
+    return Schedule(name, placement, micro_batches, actions, pairs)
 
 
 @functools.lru_cache(maxsize=64)

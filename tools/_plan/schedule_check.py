@@ -227,9 +227,7 @@ def _input_of_backward(
     """
     _, stage, micro = action
     placement, after = schedule.placement, stage + 1
-    if after == schedule.stages:
-        return []
-    if placement[after] != placement[stage]:
+    if after == schedule.stages or placement[after] != placement[stage]:
         return []
     made_by = (Action(Kind.BACKWARD, after, micro), Action(Kind.BACKWARD_INPUT, after, micro))
     return [computation for computation in made_by if computation in where]
