@@ -22,6 +22,7 @@ MODEL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length
 --train-iters {ITERATIONS} --save-interval {SAVE_INTERVAL} --log-interval 1
 --eval-iters 0""".split()
 TWO_BY_TWO = "--nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=0 --mem=0".split()
+LAYOUT = "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
@@ -69,24 +70,14 @@ class Job:
             "SAVE": str(self.save),
             "TOKENS": "",
             "PYTHON": sys.executable,
-            "LAYOUT": (
-                "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-schedule "
-                "zero-bubble"
-            ),
+            "LAYOUT": LAYOUT,
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder),
             **settings,
         }
-        command = [
-            *TWO_BY_TWO,
-            f"--output={self.output}",
-            *slurm,
-            "--parsable",
-            "scripts/train.sbatch",
-            *MODEL,
-            *flags,
-        ]
-        self.id = int(cluster.run("sbatch", *command, cwd=ROOT, env=environment))
+        slurm = (*TWO_BY_TWO, f"--output={self.output}", *slurm, "--parsable")
+        command = ["sbatch", *slurm, "scripts/train.sbatch", *MODEL, *flags]
+        self.id = int(cluster.run(*command, cwd=ROOT, env=environment))
 
     def log(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else "no output yet"
@@ -94,21 +85,16 @@ class Job:
     def iteration(self) -> int:
         """The last iteration in metrics.jsonl; 0 before the first."""
         try:
-            return json.loads((self.save / "metrics.jsonl").read_text().rsplit("\n", 2)[-2])[
-                "iteration"
-            ]
+            lines = (self.save / "metrics.jsonl").read_text().rsplit("\n", 2)
+            return json.loads(lines[-2])["iteration"]
         except (FileNotFoundError, IndexError):
             return 0
 
     def leave(self, minutes: int) -> None:
         """Set the time limit so that more than `minutes` - 1 and at most `minutes` are left."""
         hours, gone, _seconds = self.cluster.job(self.id)["RunTime"].split(":")
-        self.cluster.run(
-            "scontrol",
-            "update",
-            f"jobid={self.id}",
-            f"TimeLimit={60 * int(hours) + int(gone) + minutes}",
-        )
+        limit = 60 * int(hours) + int(gone) + minutes
+        self.cluster.run("scontrol", "update", f"jobid={self.id}", f"TimeLimit={limit}")
 
     def reaches(self, iteration: int, seconds: float = 240) -> None:
         self._wait(lambda: self.iteration() >= iteration, seconds, f"iteration {iteration}")
@@ -149,20 +135,15 @@ class Job:
     def ranks(self) -> dict[int, int]:
         """Process id of each rank that runs now."""
         found = {}
+        job = str(self.cluster.configuration).encode(), b"%d" % self.id
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
-                variables = dict(
-                    entry.split(b"=", 1)
-                    for entry in (folder / "environ").read_bytes().split(b"\0")
-                    if b"=" in entry
-                )
+                entries = (folder / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue  # it has ended
-            ours = [variables.get(name) for name in (b"SLURM_CONF", b"SLURM_JOB_ID")] == [
-                str(self.cluster.configuration).encode(),
-                b"%d" % self.id,
-            ]
+            variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+            ours = (variables.get(b"SLURM_CONF"), variables.get(b"SLURM_JOB_ID")) == job
             if ours and any(word.endswith(b"pretrain_gpt.py") for word in words[1:3]):
                 found[int(variables.get(b"RANK") or variables[b"SLURM_PROCID"])] = int(folder.name)
         return found

@@ -38,27 +38,23 @@ def flags_of(name: str) -> list[str]:
         'source scripts/presets.sh; preset "$1" && printf "%s\\n" "${model[@]}" "${fits[@]}" '
         "--mock-data --vocab-size $((vocabulary - 1))"
     )
-    done = subprocess.run(
-        ["bash", "-uc", script, "bash", name], cwd=ROOT, capture_output=True, text=True
-    )
+    command = ["bash", "-uc", script, "bash", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
 def dry_run(name: str, ranks: int, capsys: pytest.CaptureFixture) -> tuple[int, float]:
     """(parameters, GiB a rank) of `--dry-run --world-size ranks`."""
-    code = pretrain_gpt.main(
-        [*flags_of(name), "--train-samples", "3000000", "--dry-run", "--world-size", str(ranks)]
-    )
+    flags = flags_of(name)
+    asked = f"--train-samples 3000000 --dry-run --world-size {ranks}".split()
+    code = pretrain_gpt.main([*flags, *asked])
     shown = capsys.readouterr()
     assert code == 0, shown.err
-    assert re.search(
-        rf"= global batch {flags_of(name)[flags_of(name).index('--global-batch-size') + 1]};",
-        shown.out,
-    )
-    return int(re.search(r"([\d,]+) parameters", shown.out)[1].replace(",", "")), float(
-        re.search(r"total\s+([\d.e+]+)", shown.out)[1]
-    )
+    batch = flags[flags.index("--global-batch-size") + 1]
+    assert f"= global batch {batch};" in shown.out
+    parameters = re.search(r"([\d,]+) parameters", shown.out)[1].replace(",", "")
+    return int(parameters), float(re.search(r"total\s+([\d.e+]+)", shown.out)[1])
 
 
 def check_parameters(found: int, published: float) -> None:
@@ -77,10 +73,6 @@ def test_published_shape_fits_80_gb(name, capsys):
 def test_every_preset_is_tested_and_an_unknown_name_lists_them():
     named = re.findall(r"^ +(\w+-[\w.]+)\)", (ROOT / "scripts/presets.sh").read_text(), re.M)
     assert set(named) == FITTING.keys()
-    done = subprocess.run(
-        ["bash", "-c", "source scripts/presets.sh; preset gpt4"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = ["bash", "-c", "source scripts/presets.sh; preset gpt4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "no preset gpt4: choose gpt3-125m" in done.stderr

@@ -283,11 +283,8 @@ def test_settings_of_nccl_and_torch_reach_the_ranks_and_those_given_win(
         "import json, os\n"
         f"print('SEEN', json.dumps({{name: os.environ.get(name) for name in {SET_FOR_RANKS}}}))\n"
     )
-    python = program(
-        tmp_path / "python",
-        'case "$*" in *cuDriverGetVersion*) '
-        f'echo {driver} ;; *) exec {sys.executable} "$@" ;; esac',
-    )
+    cases = f'*cuDriverGetVersion*) echo {driver} ;; *) exec {sys.executable} "$@" ;;'
+    python = program(tmp_path / "python", f'case "$*" in {cases} esac')
     done = launch(tmp_path, way, script, PYTHON=str(python), **given)
     assert done.returncode == 0, done.stderr
     seen = re.findall(r"SEEN (.*)", done.stdout)
@@ -299,9 +296,8 @@ def test_settings_of_nccl_and_torch_reach_the_ranks_and_those_given_win(
 
 def test_the_nodes_are_checked_before_the_training_where_it_is_wanted(start):
     assert "preflight" not in start().log
-    started = start(
-        "--lr", "1", PREFLIGHT="1", PREFLIGHT_FLAGS="--tolerance 0.2", PREFLIGHT_SAYS=IN_ORDER
-    )
+    flags = {"PREFLIGHT_FLAGS": "--tolerance 0.2"}
+    started = start("--lr", "1", PREFLIGHT="1", PREFLIGHT_SAYS=IN_ORDER, **flags)
     assert started.code == 0 and started.training and IN_ORDER in started.log, started.log
     calls = [call.read_text().splitlines() for call in sorted(started.calls.glob("srun-*"))]
     (check,) = (call for call in calls if "scripts/preflight.sh" in call)
@@ -335,11 +331,8 @@ def test_what_follows_on_a_fault_of_the_nodes(start, message, settings, code, re
 
 
 def test_nodes_are_added_to_those_that_the_job_excludes(start):
-    named = {
-        "PREFLIGHT": "1",
-        "PREFLIGHT_EXCLUDE": "1",
-        "PREFLIGHT_SAYS": "preflight: leave out n0",
-    }
+    named = {"PREFLIGHT": "1", "PREFLIGHT_EXCLUDE": "1"}
+    named["PREFLIGHT_SAYS"] = "preflight: leave out n0"
     update = (start(**named).calls / "update").read_text()
     assert update == "update JobId=7 ExcNodeList=n0\n"
     update = (start(**named, EXCLUDED="n[2-3]").calls / "update").read_text()

@@ -31,18 +31,10 @@ def hung(
     """A job on one node whose only rank stops moving, and its requeue: its time runs out while
     another test runs.
     """
-    one_node = (
-        *"--nodes=1 --ntasks-per-node=1 --nodelist=n3 --time=10".split(),
-        *"--signal=B:USR1@60".split(),
-    )
-    job = Job(
-        cluster,
-        tmp_path_factory.mktemp("hung"),
-        "srun",
-        ("--train-iters", "400"),
-        one_node,
-        LAYOUT="--micro-batch-size 2",
-    )
+    one_node = "--nodes=1 --ntasks-per-node=1 --nodelist=n3 --time=10 --signal=B:USR1@60"
+    folder, flags = tmp_path_factory.mktemp("hung"), ("--train-iters", "400")
+    slurm = tuple(one_node.split())
+    job = Job(cluster, folder, "srun", flags, slurm, LAYOUT="--micro-batch-size 2")
     job.reaches(SAVE_INTERVAL + 1)
     os.kill(job.ranks()[0], signal.SIGSTOP)
     job.leave(1)
@@ -55,11 +47,8 @@ def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> P
     """The run folder of a job that nothing happened to."""
     job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), "srun")
     job.ends("COMPLETED")
-    assert (
-        job.iteration() == ITERATIONS
-        and "2 x 2 ranks by srun" in job.log()
-        and "tp1 cp1 pp2 dp2" in job.log()
-    )
+    assert job.iteration() == ITERATIONS
+    assert "2 x 2 ranks by srun" in job.log() and "tp1 cp1 pp2 dp2" in job.log()
     return job.save
 
 
@@ -81,26 +70,17 @@ def test_time_limit_and_killed_rank_under_torchrun(cluster, hung, undisturbed, t
     """Left to itself torchrun would die of SIGUSR1, and end with 1 whatever the ranks ended
     with.
     """
-    job = Job(
-        cluster,
-        tmp_path,
-        "torchrun",
-        ("--wandb-project", "slurm"),
-        ("--time=10", "--signal=B:USR1@119"),
-        WANDB_MODE="offline",
-    )
+    flags, slurm = ("--wandb-project", "slurm"), ("--time=10", "--signal=B:USR1@119")
+    job = Job(cluster, tmp_path, "torchrun", flags, slurm, WANDB_MODE="offline")
     job.reaches(30)
     with job.frozen(1):  # else the run might be over first
         job.leave(2)
         job.logs("time is nearly over: saving")
     job.requeued(1, "TimeLimit=10")
-    assert (
-        "2 x 2 ranks by torchrun" in job.log() and "the ranks ended with exit code 85" in job.log()
-    )
-    saved, identity = (
-        open_checkpoint(job.save).path,
-        (job.save / "wandb_run_id.txt").read_text().strip(),
-    )
+    assert "2 x 2 ranks by torchrun" in job.log()
+    assert "the ranks ended with exit code 85" in job.log()
+    saved = open_checkpoint(job.save).path
+    identity = (job.save / "wandb_run_id.txt").read_text().strip()
     assert int(saved.name.removeprefix("iter_")) == job.iteration(), "no step is lost"
     job.reaches(60)
     assert f"loaded checkpoint {saved}" in job.log()
@@ -120,9 +100,8 @@ def test_time_limit_without_a_save_before_it(hung):
     requeued.result()
     assert "time is over" in job.log()
     job.ends("COMPLETED")
-    assert re.search(
-        r"start 2, attempt 1 of 3 from iteration [1-9]\d+: 1 x 1 ranks by srun", job.log()
-    )
+    started = r"start 2, attempt 1 of 3 from iteration [1-9]\d+: 1 x 1 ranks by srun"
+    assert re.search(started, job.log())
 
 
 @pytest.mark.campaign
@@ -139,11 +118,8 @@ def test_killed_rank_controller_and_node_under_srun(cluster, undisturbed, tmp_pa
     job.reaches(55)
     with job.frozen(2, 3):  # what the peers of a dead machine see: nothing
         cluster.start_controller()
-        wait_for(
-            lambda: cluster.job(job.id).get("JobState") == "RUNNING",
-            30,
-            "the new controller to know the job",
-        )
+        what = "the new controller to know the job"
+        wait_for(lambda: cluster.job(job.id).get("JobState") == "RUNNING", 30, what)
         cluster.kill(lost)
         job.requeued(2)
     assert "attempt 1 of 3 from iteration" in job.log().rsplit("start 2", 1)[1]
@@ -169,14 +145,10 @@ def test_a_run_that_fails_at_once_is_given_up(cluster, tmp_path):
     job = Job(cluster, tmp_path, "srun", ("--lr", "1e30", "--clip-grad", "0"), MAX_ATTEMPTS="2")
     job.requeued(1)
     job.ends("FAILED")
-    assert (
-        "attempt 1 of 2 from iteration 0" in job.log()
-        and "attempt 2 of 2 from iteration 0" in job.log()
-    )
-    assert (
-        job.log().count("NaN or Inf") == 2
-        and "no checkpoint after iteration 0 in 2 attempts: not requeued" in job.log()
-    )
+    assert "attempt 1 of 2 from iteration 0" in job.log()
+    assert "attempt 2 of 2 from iteration 0" in job.log()
+    assert job.log().count("NaN or Inf") == 2
+    assert "no checkpoint after iteration 0 in 2 attempts: not requeued" in job.log()
     assert cluster.job(job.id)["Restarts"] == "1"
 
 

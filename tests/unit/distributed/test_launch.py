@@ -54,33 +54,23 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_one_process():
-    assert (
-        read_launch({})
-        == read_launch(
-            {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "MASTER_ADDR": "x"}
-        )
-        == Launch()
-    )
-    assert Launch().world_size == 1
+    batch = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "MASTER_ADDR": "x"}
+    assert read_launch({}) == read_launch(batch) == Launch()
     assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == Launch(launcher="environment")
 
 
 def test_torchrun():
-    assert read_launch({**TORCHRUN, **SRUN}) == Launch(
-        5, 8, 1, 4, "environment", "n0", 29400, "environment", False
-    )
-    launch = read_launch(
-        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    )
-    assert launch == Launch(5, 8, 1, 4, "torchrun", "n0", 29400, "7", True)
+    launch = Launch(5, 8, 1, 4, "environment", "n0", 29400, "environment")
+    assert read_launch({**TORCHRUN, **SRUN}) == launch
+    launch = Launch(5, 8, 1, 4, "torchrun", "n0", 29400, "7", agent_store=True)
+    elastic = {"TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert read_launch({**TORCHRUN, **elastic}) == launch
 
 
 def test_srun():
     assert read_launch(SRUN) == Launch(5, 7, 1, 3, "srun", "gpu07", 23456, "srun/123456.0.0", False)
-    given = read_launch(
-        {**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "SLURM_STEP_NODELIST": "gpu[x]"}
-    )
-    assert (given.address, given.port) == ("10.0.0.1", 4000)
+    given = read_launch({**SRUN, **MEET, "SLURM_STEP_NODELIST": "gpu[x]"})
+    assert (given.address, given.port) == ("n0", 4000)
 
 
 # rank 5 of 8, second of the 4 of its host, as each launcher numbers it; the last: no local size
@@ -109,9 +99,7 @@ class TestMPI:
         found = read_launch({**of_mpi(launcher), **MEET})
         # without a count of its host's ranks, and without a GPU: all ranks are taken to be here
         local_size = 8 if launcher == "flux run" else 4
-        assert found == Launch(
-            5, 8, 1, local_size, launcher, "n0", 4000, f"{launcher}/", found.agent_store
-        )
+        assert found == Launch(5, 8, 1, local_size, launcher, "n0", 4000, f"{launcher}/")
         assert rough_launch(of_mpi(launcher)).rank == 5
 
     def test_without_an_address_it_joins_on_one_host_and_is_refused_on_several(self, launcher):
@@ -304,14 +292,10 @@ class TestDeterminism:
     def test_on_and_off(self):
         environment: dict[str, str] = {}
         set_determinism(self.GPU, True, environment)
-        assert (
-            environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-            and torch.are_deterministic_algorithms_enabled()
-        )
-        assert (
-            not torch.is_deterministic_algorithms_warn_only_enabled()
-            and not torch.utils.deterministic.fill_uninitialized_memory
-        )
+        assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
         order = torch._C._get_sdp_priority_order()
         set_determinism(self.GPU, False, environment)
         assert not torch.are_deterministic_algorithms_enabled()
@@ -323,10 +307,8 @@ class TestDeterminism:
     def test_what_the_user_set(self):
         set_determinism(self.GPU, True, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
         set_determinism(self.GPU, False, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
-        with pytest.raises(
-            LaunchError,
-            match="CUBLAS_WORKSPACE_CONFIG=:0:0: .* unset it, or give --no-deterministic-mode",
-        ):
+        message = "CUBLAS_WORKSPACE_CONFIG=:0:0: .* unset it, or give --no-deterministic-mode"
+        with pytest.raises(LaunchError, match=message):
             set_determinism(self.GPU, True, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
 
 
