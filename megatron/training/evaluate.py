@@ -41,14 +41,10 @@ def evaluate(run: Run, source: Source, name: str) -> float | None:
     earlier = None
     start = shown = time.monotonic()
     for first in range(0, samples, step):
-        requests = run.exits.start_exchange(run.groups.world, run.device)
         # on a GPU signals are read one turn late, so that this turn is queued right after the last
-        readable = requests if requests.is_here else earlier
-        if readable is not None:
-            run.exits.finish_exchange(readable)
+        earlier = run.exits.exchange(run.groups.world, run.device, earlier)
         if run.exits.has_signal():  # perhaps already at the last step
             return None
-        earlier = requests
         sums = run_micro_batches(run, source, first, step, training=False)
         total += torch.stack([sums["losses"].sum(), sums["valid_tokens"].sum()])
         done, now = first + step, time.monotonic()

@@ -112,17 +112,21 @@ class ExitConditions:
         over = limit is not None and (time.monotonic() - self.start) / 60 > limit
         return [*(float(self.received is number) for number in SIGNAL_CODES), float(over)]
 
-    def start_exchange(self, axis: Axis, device: torch.device) -> AsyncHostCopy:
-        """Start to sum the requests of all ranks."""
+    def exchange(
+        self, axis: Axis, device: torch.device, earlier: AsyncHostCopy | None
+    ) -> AsyncHostCopy:
+        """Sum the requests of all ranks, and read the sums; on a GPU those of the `earlier` call
+        are read, so that the host does not wait. What ranks do next must depend on `agreed` alone.
+        """
         from megatron.distributed.collectives import all_reduce
         from megatron.training.step import AsyncHostCopy, to_device
 
-        sums = all_reduce(to_device(self.requests(), device), axis)
-        return AsyncHostCopy({"requests": sums})
-
-    def finish_exchange(self, sums: AsyncHostCopy) -> None:
-        """Read the requests of all ranks. What ranks do next must depend on `agreed` alone."""
-        self.agreed = sums.read()["requests"]
+        requests = to_device(self.requests(), device)
+        sums = AsyncHostCopy({"requests": all_reduce(requests, axis)})
+        readable = sums if sums.is_here else earlier
+        if readable is not None:
+            self.agreed = readable.read()["requests"]
+        return sums
 
     def has_signal(self) -> bool:
         """Whether any rank had received a signal at the last exchange."""
