@@ -135,9 +135,15 @@ class Shape:
         return _without_context(self.of_dense)
 
     @cached_property
-    def works(self) -> dict[Hashable, UnitWork]:
-        """What is known of the passes of its units, which other shapes share."""
-        return _works.setdefault((self.of_units, self.vocab_size, self.device), {})
+    def known(self) -> dict[Hashable, list[MeasuredPass]]:
+        """The passes of its units so far, which other shapes share."""
+        return _known_passes.setdefault((self.of_units, self.vocab_size, self.device), {})
+
+    def passes(self, stage: Stage, choice: LayerRecompute = NO_RECOMPUTE) -> list[MeasuredPass]:
+        """Those of the one unit of a stage."""
+        if (stage, choice) not in self.known:
+            self.known[stage, choice] = _passes(self.unit(stage, choice))
+        return self.known[stage, choice]
 
     def like(self, index: int, *, final_norm: bool = True) -> int:
         """The first layer whose passes take what those of layer `index` do, its final norm included
@@ -229,8 +235,8 @@ def _run_of(config: Config, vocab_size: int, device: str, stage: Stage) -> Layer
 # the experts which it had in their place
 _known: defaultdict[Unit, dict[tuple[int, int], list[MeasuredPass]]] = defaultdict(dict)
 
-# what the passes of units compute, by stage and recomputation, of each configuration of units
-_works: dict[tuple[Config, int, str], dict[Hashable, UnitWork]] = {}
+# by stage and recomputation, of each configuration of units
+_known_passes: dict[tuple[Config, int, str], dict[Hashable, list[MeasuredPass]]] = {}
 
 
 @cache
@@ -268,7 +274,7 @@ def forget_passes() -> None:
     for cached in (_run_of, _passes, unit_bytes_of, _leaving):
         cached.cache_clear()
     _known.clear()
-    _works.clear()
+    _known_passes.clear()
 
 
 def layer_stage(shape: Shape, index: int, *, final_norm: bool = True) -> Stage:
@@ -318,10 +324,8 @@ def unit_bytes_of(unit: Unit) -> UnitBytes:
 
 def unit_work(shape: Shape, stage: Stage, choice: LayerRecompute = NO_RECOMPUTE) -> UnitWork:
     """What the passes of the one unit of a stage compute, move and send."""
-    if (stage, choice) not in shape.works:
-        forward, backward, *halves = (each.work for each in _passes(shape.unit(stage, choice)))
-        shape.works[stage, choice] = UnitWork(forward, *(halves or [backward]))
-    return shape.works[stage, choice]
+    forward, backward, *halves = (each.work for each in shape.passes(stage, choice))
+    return UnitWork(forward, *(halves or [backward]))
 
 
 @cache
@@ -369,7 +373,7 @@ def kept_bytes(shape: Shape, stage: Stage) -> int:
     training = shape.config.training
     total = 0
     for is_there, end in ((stage.embedding, EMBEDDING), (stage.head, HEAD)):
-        total += _saved_bytes(shape.unit(end)) if is_there else 0
+        total += _saved_bytes(shape.passes(end)) if is_there else 0
     counts = Counter(
         zip(
             (layer_stage(shape, index, final_norm=False) for index in stage.layers),
@@ -380,14 +384,13 @@ def kept_bytes(shape: Shape, stage: Stage) -> int:
     )
     for (like, choice, modules), count in counts.items():
         leaving = leaving_bytes(shape, like.layers[0], choice, modules)
-        own = _saved_bytes(shape.unit(like, choice))
+        own = _saved_bytes(shape.passes(like, choice))
         total += count * (own - (leaving.total if leaving else 0))
     return total
 
 
-def _saved_bytes(unit: Unit) -> int:
-    forward = _passes(unit)[0]
-    return forward.left - forward.logits
+def _saved_bytes(passes: list[MeasuredPass]) -> int:
+    return passes[0].left - passes[0].logits
 
 
 def running_bytes(shape: Shape, layers: range) -> int:

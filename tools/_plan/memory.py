@@ -43,6 +43,8 @@ from megatron.parallel.blocks import Block, build_run_blocks
 from megatron.parallel.schedule import Schedule, build_schedule
 from megatron.parallel.zero import Zero
 
+# its name, ranks, virtual stages of each, micro-batches, and whether passes run in pairs
+ScheduleArguments = tuple[str, int, int, int, bool]
 ELSEWHERE = ("host", "disk")  # not on the device
 
 
@@ -225,21 +227,22 @@ def schedule_of(config: Config, world_size: int, *, steady: bool = False) -> Sch
     these hold what all of them would.
     """
     training = config.training
-    distributed = config.distributed
     ranks = data_parallel_size(config, world_size)
     assert ranks > 0
     micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)
+    return build_schedule(*schedule_arguments(config, micro_batches, steady=steady))
+
+
+def schedule_arguments(
+    config: Config, micro_batches: int, *, steady: bool = False
+) -> ScheduleArguments:
+    """Those of `build_schedule`."""
+    distributed = config.distributed
+    name, ranks = distributed.pipeline_schedule, distributed.pipeline_model_parallel_size
     if steady:
-        micro_batches = planned_micro_batches(
-            distributed.pipeline_schedule, distributed.pipeline_model_parallel_size, micro_batches
-        )
-    return build_schedule(
-        distributed.pipeline_schedule,
-        distributed.pipeline_model_parallel_size,
-        distributed.num_virtual_stages_per_pipeline_rank,
-        micro_batches,
-        distributed.overlap_moe_expert_parallel_comm,
-    )
+        micro_batches = planned_micro_batches(name, ranks, micro_batches)
+    virtual = distributed.num_virtual_stages_per_pipeline_rank
+    return name, ranks, virtual, micro_batches, distributed.overlap_moe_expert_parallel_comm
 
 
 def stage_parameters(

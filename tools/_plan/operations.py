@@ -43,8 +43,6 @@ class Operations:
         self.tokens, self.hidden = self.shape.tokens, config.model.hidden_size
         self.vocab = padded_vocab_size(vocab_size, config.model, self.tp) // self.tp
         self.size = precisions(config)
-        # of the hidden states of a micro-batch on a context-parallel rank
-        self.hidden_bytes = self.shape.whole
 
     def like(self, index: int) -> int:
         """The layer that runs in place of layer `index`. The final norm is left out: it is less

@@ -13,13 +13,15 @@ import itertools
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
+from operator import mul
 from typing import Any
 
 import torch
 from megatron.tools._plan.activations import kept_bytes, running_bytes
 from megatron.tools._plan.engine import Ledger
 from megatron.tools._plan.hardware import Hardware
-from megatron.tools._plan.memory import PlannedSteps, schedule_of
+from megatron.tools._plan.memory import PlannedSteps, ScheduleArguments, schedule_arguments
 from megatron.tools._plan.step import Cost, StepModel, StepTime, least_pipeline_seconds
 from megatron.tools._plan.verdict import RESERVE, judge
 
@@ -31,7 +33,7 @@ from megatron.config.stages import AUTO
 from megatron.config.validate import checked, cross_field_faults
 from megatron.model.kernels import choose_kernels
 from megatron.model.stages import Stage
-from megatron.parallel.schedule import Kind
+from megatron.parallel.schedule import Kind, build_schedule
 
 Change = dict[str, Any]  # values by the name of a field of the configuration
 
@@ -118,10 +120,10 @@ class Candidate:
 class SearchResult:
     """`best`: those that fit, fastest first; `larger`: faster ones that do not."""
 
-    best: list[Candidate]
-    larger: list[Candidate]
-    timed: int
-    planned: int
+    best: list[Candidate] = field(default_factory=list)
+    larger: list[Candidate] = field(default_factory=list)
+    timed: int = 0
+    planned: int = 0
 
 
 def changed(config: Config, change: Change) -> Config:
@@ -247,8 +249,7 @@ class Search:
         self.config, self.vocab_size, self.world_size = config, vocab_size, world_size
         self.hardware = hardware
         self.rungs = RECOMPUTE if config.model.num_experts is None else RECOMPUTE_EXPERTS
-        self.count = 0  # layouts that have been timed
-        self.planned = 0
+        self.found = SearchResult()
         self.queue: list[Candidate] = []
         self.with_kernels: set[Hashable] = set()  # all that kernels depend on in a search
         # what layouts have in common: costs of units, stages and the ranks that hold them
@@ -277,9 +278,9 @@ class Search:
 
     def timed(self, layout: Change, level: int, model: StepModel) -> Candidate:
         """A layout with the least time that its step may take."""
-        self.count += 1
-        time = model.time(self.hardware, is_bound=True)
-        return Candidate(time.seconds, self.count, layout, level, self.rungs[level], model, time)
+        self.found.timed += 1
+        time, number = model.time(self.hardware, is_bound=True), self.found.timed
+        return Candidate(time.seconds, number, layout, level, self.rungs[level], model, time)
 
     def candidate(self, layout: Change, level: int = 0) -> Candidate | None:
         """A layout at a rung; None as of `model`."""
@@ -311,7 +312,7 @@ class Search:
 
     def plan(self, found: Candidate) -> None:
         """Memory of the fullest rank; of the first alone where that is too much already."""
-        self.planned += 1
+        self.found.planned += 1
         steps = PlannedSteps(found.config, self.vocab_size, self.world_size, "cuda")
         total = steps.of_rank(0, Ledger()).total
         if total <= (self.hardware.memory_gib - RESERVE) * 2**30:
@@ -394,24 +395,23 @@ class Search:
 
     def run(self) -> SearchResult:
         """The fastest that fit."""
-        found = SearchResult([], [], 0, 0)
-        waiting = deque(self.layouts())
-        while len(found.best) < FOUND and self.planned < PLANNED:
+        found, waiting = self.found, deque(self.layouts())
+        while len(found.best) < FOUND and found.planned < PLANNED:
             # a layout is timed when it may be faster than all in the queue
             while waiting and (not self.queue or waiting[0][0] <= self.queue[0].seconds):
                 _, layout = waiting.popleft()
                 self.push(layout, 0)
             if not self.queue:
                 break
-            self.settle(heapq.heappop(self.queue), found)
-        found.timed, found.planned = self.count, self.planned
+            self.settle(heapq.heappop(self.queue))
         return found
 
-    def settle(self, each: Candidate, found: SearchResult) -> None:
+    def settle(self, each: Candidate) -> None:
         """Of the fastest in the queue: one that may fit is queued with its exact time, and then
         planned to the byte. One that does not fit is shown, where none has fitted yet and a larger
         device might hold it, and tried again at the next rung.
         """
+        found = self.found
         is_shown = not found.best and len(found.larger) < FOUND
         if each.is_exact:
             self.plan(each)
@@ -477,20 +477,24 @@ def running_gib(model: StepModel, rank: int) -> float:
 
 def most_kept(model: StepModel, rank: int) -> int:
     """The most bytes that the micro-batches in flight of a pipeline rank keep on the device."""
-    schedule = schedule_of(model.config, model.world_size, steady=True)
-    each = {
-        number: kept_bytes(model.operations.shape, stage)
-        for number, (stage, where) in enumerate(zip(model.stages, schedule.placement))
-        if where == rank
-    }
-    now = most = 0
+    each = [kept_bytes(model.operations.shape, stage) for stage in model.stages_of(rank)]
+    schedule = schedule_arguments(model.config, model.micro_batches, steady=True)
+    return max(sum(map(mul, counts, each)) for counts in _in_flight(schedule, rank))
+
+
+@cache
+def _in_flight(arguments: ScheduleArguments, rank: int) -> set[tuple[int, ...]]:
+    """Micro-batches of each of a pipeline rank's stages that are in flight at the same time."""
+    schedule = build_schedule(*arguments)
+    now = {stage: 0 for stage, where in enumerate(schedule.placement) if where == rank}
+    found = set()
     for kind, stage, _ in schedule.in_memory(rank):
         if kind is Kind.FORWARD:
-            now += each[stage]
-            most = max(most, now)
+            now[stage] += 1
+            found.add(tuple(now.values()))
         elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            now -= each[stage]
-    return most
+            now[stage] -= 1
+    return found
 
 
 def _inner(layout: Change, experts: int) -> int:
@@ -542,8 +546,6 @@ def explain(search: Search, config: Config) -> list[Candidate]:
     ]
     found = []
     for change in changes:
-        if changed(config, change) == config or 0 in change.values() and tp // 2 == 0:
-            continue
         each = search.candidate(change)
         if each is None or each.config == config:
             continue

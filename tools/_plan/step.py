@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 from megatron.tools._plan.activations import leaving_bytes
 from megatron.tools._plan.hardware import Hardware, Pricing, Seconds
-from megatron.tools._plan.memory import stage_expert_parameters, stage_parameters
+from megatron.tools._plan.memory import (
+    schedule_arguments,
+    stage_expert_parameters,
+    stage_parameters,
+)
 from megatron.tools._plan.operations import Operations
 from megatron.tools._plan.program import OURS, Program
 from megatron.tools._plan.simulate import Costs, simulate
@@ -193,14 +197,7 @@ class StepModel:
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Of that many micro-batches."""
-        distributed = self.config.distributed
-        return build_schedule(
-            distributed.pipeline_schedule,
-            distributed.pipeline_model_parallel_size,
-            distributed.num_virtual_stages_per_pipeline_rank,
-            micro_batches,
-            distributed.overlap_moe_expert_parallel_comm,
-        )
+        return build_schedule(*schedule_arguments(self.config, micro_batches))
 
     def stages_of(self, rank: int) -> list[Stage]:
         """Those of a pipeline rank."""
@@ -428,20 +425,14 @@ class StepModel:
 
     def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
         """Seconds of all passes of a step."""
-        forward, inputs, weights = ([each[i].total for each in stages] for i in range(3))
-        distributed = self.config.distributed
-        ranks = distributed.pipeline_model_parallel_size
+        passes = [tuple(each[i].total for each in stages) for i in range(3)]
+        ranks = self.config.distributed.pipeline_model_parallel_size
         exchanged = self._exchanged(stages) if pricing.pairs and pricing.hides else ((), ())
         if ranks == 1 and not exchanged[0]:
-            return self.micro_batches * (sum(forward) + sum(inputs) + sum(weights))
-        size = self.operations.hidden_bytes
-        if distributed.sequence_parallel:
-            size /= self.operations.tp
-        message = pricing.exchange(Exchange("message", "pp", size))
-        passes = tuple(forward), tuple(inputs), tuple(weights)
-        return self._simulated(
-            Costs(*passes, 0.0, message, *exchanged, pricing.hardware.slowdown), ranks
-        )
+            return self.micro_batches * sum(map(sum, passes))
+        message = pricing.exchange(Exchange("message", "pp", self.operations.shape.hidden))
+        costs = Costs(*passes, 0.0, message, *exchanged, pricing.hardware.slowdown)
+        return self._simulated(costs, ranks)
 
     def least_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
         """Seconds that all passes of a step take at least, without a simulation."""
