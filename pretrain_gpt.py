@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         parsed = parse_arguments(sys.argv[1:] if argv is None else argv)
         if parsed.print_config:
             # The values of positions, so that the file keeps its meaning if a default changes.
-            print(dump_config(derive(parsed.config, 1, None, POSITIONS)))
+            print(dump_config(derive(parsed.config, 1, None, POSITIONS).config))
             return 0
         with exit_on_signals(logs=rough_launch().rank == 0):
             # torch is imported only when something runs

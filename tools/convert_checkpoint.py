@@ -276,7 +276,7 @@ def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> F
 
 def _given_fields(config: str, vocab_size: int | None) -> dict[str, Any]:
     """The fields of ModelConfig that a file of flags gives."""
-    given = derive(parse_arguments(["--config", config]).config, 1, vocab_size).model
+    given = derive(parse_arguments(["--config", config]).config, 1, vocab_size).config.model
     return {
         field.name: getattr(given, field.name)
         for field in dataclasses.fields(given)

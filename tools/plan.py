@@ -173,7 +173,7 @@ def asked(argv: list[str], *, is_layout_given: bool = True) -> tuple[Config, int
     if is_layout_given:
         derived = resolve(config, world_size, None).config
     else:
-        derived = derive(config, world_size, None)
+        derived = derive(config, world_size, None).config
     return config, build_tokenizer(derived.data).vocab_size, world_size
 
 

@@ -288,7 +288,7 @@ def _rope_scaling(run: RunView) -> None:
 
 # ---------------------------------------------------------------- what follows from flags
 
-# Where conditions hold, a field gets a value (@: that of another field), and the reason is a note.
+# Where conditions hold, fields get values (@: that of another field), and the reason is a note.
 # A row sees the values of those above it.
 DERIVED_VALUES = """
 num_experts=1: num_experts = None; one expert is the MLP itself
@@ -334,7 +334,21 @@ optimizer_cpu_offload=False optimizer=adam optimizer_nvme_offload: optimizer_cpu
     --optimizer-nvme-offload moves on from host memory
 optimizer_cpu_offload=False optimizer=adam param_cpu_offload zero_stage=3:
     optimizer_cpu_offload = True; --param-cpu-offload keeps weights where they are stepped
-# lengths and files
+# ZeRO of a single rank is off: the same flags run in every layout. Weights come and go from host
+# memory all the same.
+replicas=1 zero_stage=3 zero3_keep_gathered param_cpu_offload=False:
+    zero3_keep_gathered = False; one data-parallel rank has nothing to shard over
+replicas=1 zero_stage>0 zero_shard_size>0:
+    zero_shard_size = None; one data-parallel rank has nothing to shard over
+replicas=1 zero_stage>0 zero_stage!=3|param_cpu_offload=False:
+    zero_stage = 0; one data-parallel rank has nothing to shard over
+replicas!=1 zero_shard_size=1 zero_stage=3 zero3_keep_gathered param_cpu_offload=False:
+    zero3_keep_gathered = False; --zero-shard-size 1 shards over a single rank
+replicas!=1 zero_shard_size=1 zero_stage>0 zero_stage!=3|param_cpu_offload=False:
+    zero_stage = 0, zero_shard_size = None; --zero-shard-size 1 shards over a single rank
+# lengths, batches and files
+global_batch_size=None step_batch_size_schedule=None micro_batch_size!=None dp>0:
+    global_batch_size = @batch_unit; micro-batch-size x {run.dp} data-parallel rank(s)
 train_iters=None skip_train train_samples=None: train_iters = 0; --skip-train trains nothing
 lr=None skip_train: lr = 0.0; --skip-train trains nothing
 lr_decay_iters=None train_iters>0 lr_decay_samples=None:
@@ -368,8 +382,9 @@ def _table(run: RunView) -> None:
     for conditions, text in read_table(DERIVED_VALUES).items():
         if run.holds_all(conditions):
             assigned, _, reason = text.partition("; ")
-            field, value = assigned.rstrip(";").split(" = ")
-            run.fill(field, _read(run, field, value), reason)
+            for each in assigned.split(", "):
+                field, value = each.split(" = ")
+                run.fill(field, _read(run, field, value), reason.format(run=run))
 
 
 def _read(run: RunView, field: str, value: str) -> Any:
@@ -379,11 +394,8 @@ def _read(run: RunView, field: str, value: str) -> Any:
     return None if value == "None" else FIELDS[field].parse([value])
 
 
-def _batches(run: RunView) -> None:
+def _batch_schedule(run: RunView) -> None:
     if run.step_batch_size_schedule is None:
-        if run.micro_batch_size is not None and run.dp:
-            reason = f"micro-batch-size x {run.dp} data-parallel rank(s)"
-            run.default("global_batch_size", run.micro_batch_size * run.dp, reason)
         return
     try:
         words = schedule_words(run.step_batch_size_schedule)
@@ -403,32 +415,12 @@ def _pipeline(run: RunView) -> None:
         run.default("pipeline_schedule", schedule, f"{virtual} stage(s) on each pipeline rank")
 
 
-def _sharding(run: RunView) -> None:
-    """ZeRO of a single rank is off: the same flags run in every layout.
-    Weights come and go from host memory all the same.
-    """
-    if run.replicas == 1:
-        reason = "one data-parallel rank has nothing to shard over"
-    elif run.zero_shard_size == 1:
-        reason = "--zero-shard-size 1 shards over a single rank"
-    else:
-        return
-    stage = run.zero_stage
-    is_offloaded = stage == 3 and run.param_cpu_offload
-    if stage > 0 and not is_offloaded:
-        run.fill("zero_stage", 0, reason)
-    if stage > 0 and run.has("zero_shard_size") and (run.replicas == 1 or not is_offloaded):
-        run.fill("zero_shard_size", None, reason)
-    if stage == 3 and run.zero3_keep_gathered and not is_offloaded:
-        run.fill("zero3_keep_gathered", False, reason)
-
-
 Derivations = tuple[Callable[[RunView], None], ...]
 POSITIONS: Derivations = (_position_type, _rope_scaling)
-DERIVED: Derivations = (*POSITIONS, _model, _table, _batches, _sharding, _pipeline)
+DERIVED: Derivations = (*POSITIONS, _model, _table, _batch_schedule, _pipeline)
 
 
-def derived(
+def derive(
     config: Config, world: int, vocabulary: int | None, derivations: Derivations = DERIVED
 ) -> RunView:
     """A run with every derived value filled in, and a note for each that has a reason."""
@@ -436,9 +428,3 @@ def derived(
     for derivation in derivations:
         derivation(run)
     return run
-
-
-def derive(
-    config: Config, world: int, vocabulary: int | None, derivations: Derivations = DERIVED
-) -> Config:
-    return derived(config, world, vocabulary, derivations).config

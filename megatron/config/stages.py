@@ -17,6 +17,7 @@ AUTO = "auto"
 # Numbers of the first and the last rank, and what an even split counts as a layer.
 UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_VIRTUAL = "@num_virtual_stages_per_pipeline_rank"
 _MOST_UNITS = 100_000  # in a layout string
 
 
@@ -148,8 +149,7 @@ def layers_of_stages(config: Config) -> tuple[int, ...]:
         return (config.model.num_layers,)
     if distributed.pipeline_model_parallel_layout is not None:
         return _drawn(config)
-    ends = [getattr(distributed, field) for field in UNEVEN]
-    return _even(config) if ends == [None, None] else _uneven(config, *ends)
+    return _shared(config)
 
 
 def _drawn(config: Config) -> tuple[int, ...]:
@@ -164,47 +164,33 @@ def _drawn(config: Config) -> tuple[int, ...]:
     return counts
 
 
-def _even(config: Config) -> tuple[int, ...]:
-    distributed = config.distributed
-    layers, stages = counted_layers(config), stage_count(config)
-    unit, factor = stages, "@num_virtual_stages_per_pipeline_rank"
-    per_virtual = distributed.num_layers_per_virtual_pipeline_stage
-    if per_virtual is not None:
-        unit = distributed.pipeline_model_parallel_size * per_virtual
-        factor = "@num_layers_per_virtual_pipeline_stage"
-    if layers % unit:
-        added = layers - config.model.num_layers  # the embedding and the loss
-        flags = " and ".join(f"@{field}" for field in COUNTED if getattr(distributed, field))
-        counted = f" ({layers} with those of {flags})" if flags else ""
-        raise UserError(
-            f"@num_layers{counted}: must be a multiple of {unit}, @pipeline_model_parallel_size x "
-            f"{factor}; the nearest is {nearest(layers, unit) - added}, or give {_instead(config)}"
-        )
-    if per_virtual is not None and layers != stages * per_virtual:
-        text = "contradicts @num_virtual_stages_per_pipeline_rank; drop one"
-        raise UserError(f"@num_layers_per_virtual_pipeline_stage: {text}")
-    counts = [layers // stages] * stages
-    counts[0] -= distributed.account_for_embedding_in_pipeline_split
-    counts[-1] -= distributed.account_for_loss_in_pipeline_split
-    return tuple(counts)
-
-
-def _uneven(config: Config, first: int | None, last: int | None) -> tuple[int, ...]:
-    """Numbers for the first or last rank: what they leave must fit the others, and each rank's
-    layers its virtual stages.
+def _shared(config: Config) -> tuple[int, ...]:
+    """The ranks without a given number share what is left evenly, and each rank's layers are shared
+    evenly by its virtual stages.
     """
-    ranks = config.distributed.pipeline_model_parallel_size
-    virtual = config.distributed.num_virtual_stages_per_pipeline_rank
+    distributed = config.distributed
+    ranks = distributed.pipeline_model_parallel_size
+    virtual = stage_count(config) // ranks
+    first, last = (getattr(distributed, field) for field in UNEVEN)
     others = ranks - (first is not None) - (last is not None)
-    rest = config.model.num_layers - (first or 0) - (last or 0)
+    rest = counted_layers(config) - (first or 0) - (last or 0)
     share, left = divmod(rest, others) if others else (0, rest)
     counts = [first or share, *[share] * (ranks - 2), last or share]
-    is_whole = left == 0 and min(counts) > 0
-    if not is_whole or any(count % virtual for count in counts):
-        given = [f"@{field}" for field in UNEVEN if getattr(config.distributed, field) is not None]
+    per_virtual = distributed.num_layers_per_virtual_pipeline_stage
+    factor = "@num_layers_per_virtual_pipeline_stage" if per_virtual else _VIRTUAL
+    unit = per_virtual or virtual
+    if left or min(counts) <= 0 or any(count % unit for count in counts):
+        given = [f"@{field}" for field in (*UNEVEN, *COUNTED) if getattr(distributed, field)]
+        shown = " with ".join(["@num_layers", *given])
+        near = nearest(rest, ranks * unit) - rest + config.model.num_layers
+        fix = f"the nearest is {near}" if others == ranks else "change the numbers"
         raise UserError(
-            f"{' and '.join(given)}: leave {rest} of @num_layers to {others} other pipeline "
-            "rank(s), which must share them evenly, all divisible by "
-            f"@num_virtual_stages_per_pipeline_rank; change the numbers, or give {_instead(config)}"
+            f"{shown}: {others} pipeline rank(s) must share {rest} layers evenly, and each rank's "
+            f"must be a multiple of {factor}; {fix}, or give {_instead(config)}"
         )
-    return tuple(counts[rank] // virtual for rank in placement_of(config))
+    if per_virtual and rest != ranks * virtual * per_virtual:
+        raise UserError(f"{factor}: contradicts {_VIRTUAL}; drop one")
+    stages = [counts[rank] // virtual for rank in placement_of(config)]
+    stages[0] -= distributed.account_for_embedding_in_pipeline_split
+    stages[-1] -= distributed.account_for_loss_in_pipeline_split
+    return tuple(stages)

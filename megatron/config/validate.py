@@ -18,12 +18,7 @@ from pathlib import Path
 
 from megatron.config.batch_schedule import batch_steps
 from megatron.config.data_paths import parse_blend, parse_split
-from megatron.config.derive import (
-    RunView,
-    attention_ranks,
-    derived,
-    expert_ranks,
-)
+from megatron.config.derive import RunView, attention_ranks, derive, expert_ranks
 from megatron.config.errors import ArgumentErrors, UserError, about, collected, nearest
 from megatron.config.foreign_checkpoint import foreign_checkpoint
 from megatron.config.fp8 import BLOCK, MULTIPLE, layer_in_fp8, linear_shapes, wide_linears
@@ -531,14 +526,14 @@ def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) 
     """Every fault of a configuration with its derived values; where sizes are unusable, only those
     of numbers and tables.
     """
-    return _faults(derived(config, world_size, vocab_size))
+    return _faults(derive(config, world_size, vocab_size))
 
 
 def checked(config: Config, world_size: int, vocab_size: int | None) -> RunView:
     """The run of a configuration with derived values. Raises one `ArgumentErrors` with its faults,
     see `cross_field_faults`.
     """
-    run = derived(config, world_size, vocab_size)
+    run = derive(config, world_size, vocab_size)
     if faults := _faults(run):
         raise ArgumentErrors(faults)
     return run

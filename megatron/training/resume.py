@@ -263,7 +263,7 @@ def take_checkpoint_args(flags: GivenConfig) -> GivenConfig:
     except (InputError, CheckpointError) as error:
         raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
     # Checkpoints hold the type of positions that follows from the flags.
-    config = derive(flags, 1, None, POSITIONS[:1])
+    config = derive(flags, 1, None, POSITIONS[:1]).config
     # A field at its default is taken from the checkpoint; one that was given must agree with it.
     faults = []
     for each in _differences(theirs, config):

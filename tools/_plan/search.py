@@ -342,7 +342,7 @@ class Search:
         """
         asked = self.config, self.world_size, self.vocab_size
         # the layout that the flags have by default need not divide the batch
-        config = derive(*asked)
+        config = derive(*asked).config
         sizes = (config.model.num_layers, config.model.num_attention_heads, config.data.seq_length)
         if None in (*sizes, config.training.global_batch_size):
             raise ArgumentErrors(cross_field_faults(*asked))

@@ -4,7 +4,10 @@ indented, what it gives.
 
 from __future__ import annotations
 
+import pytest
+
 from megatron.config.arguments import parse_arguments
+from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 from megatron.config.validate import Resolved, cross_field_faults, resolve
 
@@ -45,6 +48,13 @@ def faults(flags: str = "", ranks: int = 1) -> list[str]:
 
 def resolved(flags: str = "", ranks: int = 1) -> Resolved:
     return resolve(configure(flags), ranks, 101)
+
+
+def faults_of(argv: list[str]) -> list[str]:
+    """The faults that reading a command line ends with."""
+    with pytest.raises(ArgumentErrors) as caught:
+        parse_arguments(argv)
+    return caught.value.faults
 
 
 def without(words: list[str], *flags: str) -> list[str]:

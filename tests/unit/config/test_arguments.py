@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from config_lines import LINE
+from config_lines import LINE, faults_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,12 +22,6 @@ from megatron.config.options import FIELDS, options_by_flag
 
 VALID = LINE.split()
 NOT_READ = f"which is not read; {GUIDE}"
-
-
-def faults_of(argv: list[str]) -> list[str]:
-    with pytest.raises(ArgumentErrors) as caught:
-        parse_arguments(argv)
-    return caught.value.faults
 
 
 def every_field_set() -> list[str]:

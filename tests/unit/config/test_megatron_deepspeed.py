@@ -8,7 +8,7 @@ import json
 import re
 
 import pytest
-from config_lines import LINE, check_fields, rows, without
+from config_lines import LINE, check_fields, faults_of, rows, without
 
 from megatron.config.arguments import Parsed, parse_arguments
 from megatron.config.errors import ArgumentErrors
@@ -35,9 +35,7 @@ def settings(*words: str) -> Config:
 
 
 def refusal(*words: str) -> str:
-    with pytest.raises(ArgumentErrors) as caught:
-        settings(*words)
-    return "\n".join(caught.value.faults)
+    return "\n".join(faults_of(list(words)))
 
 
 # The flags of that program and ours, which win over its defaults.

@@ -249,20 +249,21 @@ RULES = """
 2 @pp 2 --num-layers 4 @per_virtual 0
     @per_virtual 0: must be greater than 0
 4 --num-layers 30 @pp 4
-    --num-layers 30: must be a multiple of 4, @pp 4 x @virtual 1; the nearest is 32, or give
+    --num-layers 30: 4 pipeline rank(s) must share 30 layers evenly, and each rank's must be a \
+multiple of @virtual 1; the nearest is 32, or give
 8 --num-layers 3 @pp 8
-    must be a multiple of 8, @pp 8 x @virtual 1; the nearest is 8, or give fewer stages
+    multiple of @virtual 1; the nearest is 8, or give fewer stages
 4 --num-layers 12 @pp 4 @virtual 2
-    multiple of 8, @pp 4 x @virtual 2; the nearest is 16
+    multiple of @virtual 2; the nearest is 16
 4 --num-layers 8 @pp 4 @loss
-    8 (9 with those of --account-for-loss-in-pipeline-split): must be a multiple of 4, @pp 4 x \
-@virtual 1; the nearest is 7
+    --num-layers 8 with @loss: 4 pipeline rank(s) must share 9 layers evenly, and each rank's \
+must be a multiple of @virtual 1; the nearest is 7
 4 --num-layers 16 @pp 4 @per_virtual 3
-    multiple of 12, @pp 4 x @per_virtual 3; the nearest is 12
+    multiple of @per_virtual 3; the nearest is 12
 4 --num-layers 16 @pp 4 @per_virtual 2 @virtual 4
     @per_virtual 2: contradicts @virtual 4; drop
 4 --num-layers 9 @pp 4 @first 3 @virtual 2
-    @first 3: leave 6 of --num-layers 9 to 3 other pipeline rank(s), which must share them evenly
+    --num-layers 9 with @first 3: 3 pipeline rank(s) must share 6 layers evenly
 4 --num-layers 8 @pp 4 @layout auto @first 3
     @layout auto: contradicts @first 3; keep one way
 2 --num-layers 2 @pp 2 @layout Et|tL @embedding @per_virtual 1

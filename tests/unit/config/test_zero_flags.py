@@ -19,9 +19,9 @@ NOTES = """
 4 --zero-stage 3 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
     zero-stage = 0: one data-parallel rank has nothing to shard over
 1 --zero-stage 3 --zero3-keep-gathered --zero-shard-size 8
-    zero-stage = 0: one data-parallel rank has nothing to shard over
-    zero-shard-size = None: one data-parallel rank has nothing to shard over
     zero3-keep-gathered = False: one data-parallel rank has nothing to shard over
+    zero-shard-size = None: one data-parallel rank has nothing to shard over
+    zero-stage = 0: one data-parallel rank has nothing to shard over
 4 --zero-stage 2 --zero-shard-size 1
     zero-stage = 0: --zero-shard-size 1 shards over a single rank
     zero-shard-size = None: --zero-shard-size 1 shards over a single rank

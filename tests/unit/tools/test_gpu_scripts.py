@@ -75,7 +75,7 @@ def test_peers_train_the_models_of_the_scripts(name):
     }
     flags = by_name["ours" if name == "8B-layers" else name].flags()
     configs = [
-        derive(parse_arguments(each).config, 1, work.vocab)
+        derive(parse_arguments(each).config, 1, work.vocab).config
         for each in (training.our_flags(work), flags)
     ]
     assert configs[0].model == configs[1].model
