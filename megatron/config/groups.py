@@ -84,8 +84,7 @@ class PrecisionConfig:
     fp64: bool = flag(False, change=STEPS)
     """Compute everything in float64, to compare runs far below rounding."""
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(change=STEPS)
-    """Compute the GEMMs of wide linear layers in FP8: e4m3, or hybrid with e5m2 for the gradients
-    of outputs. Everything else keeps its precision."""
+    """GEMMs of wide linear layers in FP8: e4m3, or hybrid (e5m2 for gradients of outputs)."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = fp8_flag("tensorwise")
     """What shares a scale: a tensor, a row, or 128 consecutive elements of a row (blockwise). With
     rowwise, weight gradients are not computed in FP8."""
@@ -146,8 +145,7 @@ class DataConfig:
     merge_file: str | None = flag(idle_without=GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE merges."""
     vocab_size: int | None = flag(change=TOKENIZER)
-    """Vocabulary, if larger than the tokenizer's; required by the NullTokenizer, without its end of
-    document."""
+    """Vocabulary, if above the tokenizer's. Required by NullTokenizer, without end of document."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +196,7 @@ class TrainingConfig:
     recompute: Literal["auto"] | None = None
     """auto: choose the fastest recomputation that fits --memory-budget, and print why."""
     memory_budget: float | None = flag(needs="recompute=auto")
-    """GiB per device that --recompute auto may plan for; keep room for what --dry-run lists as
-    uncounted."""
+    """GiB a device may use under --recompute auto, less what --dry-run lists as uncounted."""
     recompute_layers: tuple[str, ...] | None = None
     """Recomputation of each layer in order, as --recompute auto chooses it: WHAT*COUNT ..., where
     WHAT is none, full, or --recompute-modules joined by +."""
@@ -220,9 +217,7 @@ class TrainingConfig:
 
 
 class OptimizerKind(NamedTuple):
-    """What rules between flags and the plan know of an update rule. optimizer/update.py has its
-    functions.
-    """
+    """What rules and the plan know of an update rule; optimizer/update.py has its functions."""
 
     states: dict[str, str | None]  # buffer -> the field with its precision; None: the master's
     implementation: str | None  # the field that chooses its implementation, if there are several
@@ -279,11 +274,9 @@ class OptimizerConfig:
     )
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
     optimizer_nvme_offload: str | None = flag(needs="optimizer=adam")
-    """Keep master weights and moments in files in this folder, on a local disk of each node; sets
-    --optimizer-cpu-offload."""
+    """Folder on a local disk of each node for optimizer state; sets --optimizer-cpu-offload."""
     param_cpu_offload: bool = flag(False, needs="optimizer=adam zero_stage=3")
-    """With --zero-stage 3: keep frozen and CPU-updated weights in host memory between uses; sets
-    --optimizer-cpu-offload."""
+    """ZeRO-3: keep frozen and CPU-updated weights in host memory; sets --optimizer-cpu-offload."""
     freeze: str | None = flag(change=STEPS)
     """Parts to freeze, such as embedding,layers.0-3,head. Positions go with the first layer, the
     final norm with the last."""
@@ -514,8 +507,7 @@ class DistributedConfig:
     zero_stage: Literal[0, 1, 2, 3] = flag(0, change=ROUNDING)
     """ZeRO: data-parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights."""
     zero_shard_size: int | None = flag(needs="zero_stage>0", change=ROUNDING)
-    """Neighbouring data-parallel ranks that ZeRO shards over, such as a node's; each group holds a
-    copy. Default: all."""
+    """Neighbouring ranks (a node's) that ZeRO shards over; each group has a copy. Default: all."""
     zero3_keep_gathered: bool = flag(False, needs="zero_stage=3")
     """ZeRO-3: gather a layer once a step, not for every pass."""
     overlap_param_gather: bool = flag(True, idle_without="zero_stage>0")

@@ -207,8 +207,7 @@ class ModelConfig:
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = expert_rounding_flag("alltoall")
     """How tokens reach experts; allgather sends less with fewer EP ranks than experts a token."""
     moe_expert_capacity_factor: float | None = expert_steps_flag()
-    """Most tokens of an expert in a micro-batch, in even shares; the rest skip it.
-    Default: no limit."""
+    """Capacity of an expert in a micro-batch, in even shares; others skip it. Default: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = flag(
         "probs", needs="num_experts moe_expert_capacity_factor", change=STEPS
     )
@@ -243,8 +242,7 @@ class ModelConfig:
     latent_norm_epsilon: float | None = latent_flag()
     """Epsilon of the latent vectors' norms. Default: norm-epsilon; Hugging Face's models: 1e-6."""
     mscale: float = mscale_flag(1.0)
-    """YaRN: scale the rotary table by m(mscale) / m(mscale-all-dim), where m(x) is
-    0.1 x ln(factor) + 1."""
+    """YaRN: rotary table scale m(mscale) / m(mscale-all-dim), m(x) = 0.1 x ln(factor) + 1."""
     mscale_all_dim: float = mscale_flag(0.0)
     """YaRN: scale attention scores by m(mscale-all-dim)^2, see --mscale."""
 
