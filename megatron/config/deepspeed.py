@@ -50,14 +50,16 @@ def dtype_of(name: Any) -> Any:
     return answers("dtypes").get(name.lower().removeprefix("torch."), name) if known else name
 
 
-# DeepSpeed's value in the units of our flag, where they differ.
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    "fp16.loss_scale": lambda value: None if value == 0 else value,  # 0 is dynamic
-    "fp16.initial_scale_power": lambda value: 2.0 ** min(value, 1023),
-    "zero_optimization.offload_param.device": lambda value: value == "cpu",
-    "zero_optimization.mics_shard_size": lambda value: None if value == -1 else value,  # all ranks
-    "data_types.grad_accum_dtype": dtype_of,
-    "optimizer.type": lambda value: answers("optimizers").get(str(value).lower(), value),
+# DeepSpeed's value in the units of our flag, where they differ; `get` has our other settings.
+CONVERSIONS: dict[str, Callable[[Any, Callable], Any]] = {
+    "fp16.loss_scale": lambda value, get: None if value == 0 else value,  # 0 is dynamic
+    "fp16.initial_scale_power": lambda value, get: 2.0 ** min(value, 1023),
+    "zero_optimization.offload_param.device": lambda value, get: value == "cpu",
+    "zero_optimization.mics_shard_size": lambda value, get: None if value == -1 else value,  # all
+    "data_types.grad_accum_dtype": lambda value, get: dtype_of(value),
+    "optimizer.type": lambda value, get: answers("optimizers").get(str(value).lower(), value),
+    "scheduler.params.warmup_min_ratio": lambda value, get: value * (get("lr") or 0.0),
+    "scheduler.params.cos_min_ratio": lambda value, get: value * (get("lr") or 0.0),
 }
 
 
@@ -106,21 +108,32 @@ class DeepSpeedFile:
             raise UserError("expected a list of two numbers")
         if key == STEPS:
             return self._accumulation(value)
-        if key.startswith("scheduler."):
-            return self._schedule(key, value)
         if key == DEVICE:
             return self._offload(value)
+        style = answers("schedules").get(str(self.keys.get("scheduler.type")))
+        if key == "scheduler.type" and style is None:
+            raise UserError(f"not a schedule here; {INSTEAD}")
+        if key == "scheduler.type":
+            return self._settle("lr_decay_style", style)
         field = field_of(key)
-        if field is None:
+        if field is None or (style is None and key.startswith("scheduler.")):
             return ""
+        if key.startswith("scheduler.") and type(value) not in (int, float):
+            raise UserError("expected a number")
         if field == "optimizer_nvme_offload" and self.keys.get(DEVICE) != "nvme":
             return "has no effect without the device nvme"
+        return self._convert(key, field, value)
+
+    def _convert(self, key: str, field: str, value: Any) -> str:
+        """The note on a key whose value, in the units of our field, is compared with it."""
         run = RunView(self.reading.config, 1, None)
         conditions = answers("acts_with").get(field, "").split()
         if missing := [condition_text(each) for each in conditions if not run.holds(each)]:
             return f"has no effect without {' and '.join(missing)}"
         try:
-            theirs = CONVERSIONS.get(key, lambda value: value)(value)
+            theirs = CONVERSIONS.get(key, lambda value, get: value)(value, self.reading.value)
+            if field.endswith("_iters") and self.reading.value("train_samples") is not None:
+                field, theirs = field.replace("_iters", "_samples"), theirs * self._batch()
         except TypeError:
             raise UserError("expected a number") from None
         return self._settle(field, theirs)
@@ -177,30 +190,15 @@ class DeepSpeedFile:
         note = self._settle("global_batch_size", unit * max(1, ranks))
         return f"{note}: {micro} x {steps} on {max(1, ranks)} data-parallel rank(s)"
 
-    def _schedule(self, key: str, value: Any) -> str:
-        """The note on a key of a learning-rate schedule, compared in the run's units."""
-        field, get = field_of(key), self.reading.value
-        style = answers("schedules").get(str(self.keys.get("scheduler.type")))
-        if key == "scheduler.type":
-            if style is None:
-                raise UserError(f"not a schedule here; {INSTEAD}")
-            return self._settle("lr_decay_style", style)
-        if style is None or field is None:
-            return ""
-        if type(value) not in (int, float):
-            raise UserError("expected a number")
-        if key.endswith("_ratio"):
-            if get("lr") is None:
-                return "a share of --lr, which is not given"
-            value *= get("lr")
-        if field.endswith("_iters") and get("train_samples") is not None:
-            batch = get("global_batch_size")
-            if batch is None or get("rampup_batch_size") or get("step_batch_size_schedule"):
-                raise UserError(
-                    f"the run is measured in --train-samples; give --train-iters, or {INSTEAD}"
-                )
-            field, value = field.replace("_iters", "_samples"), value * batch
-        return self._settle(field, value)
+    def _batch(self) -> int:
+        """The one batch size of a run in samples. Raises UserError."""
+        get = self.reading.value
+        batch = get("global_batch_size")
+        if batch is None or get("rampup_batch_size") or get("step_batch_size_schedule"):
+            raise UserError(
+                f"the run is measured in --train-samples; give --train-iters, or {INSTEAD}"
+            )
+        return batch
 
 
 def compare_with_deepspeed(path: str, reading: Reading) -> None:

@@ -17,7 +17,9 @@ AUTO = "auto"
 # Numbers of the first and the last rank, and what an even split counts as a layer.
 UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_VIRTUAL = "@num_virtual_stages_per_pipeline_rank"
+VIRTUAL = "num_virtual_stages_per_pipeline_rank"
+PER_VIRTUAL = "num_layers_per_virtual_pipeline_stage"
+LAYOUT = "pipeline_model_parallel_layout"
 _MOST_UNITS = 100_000  # in a layout string
 
 
@@ -177,20 +179,27 @@ def _shared(config: Config) -> tuple[int, ...]:
     share, left = divmod(rest, others) if others else (0, rest)
     counts = [first or share, *[share] * (ranks - 2), last or share]
     per_virtual = distributed.num_layers_per_virtual_pipeline_stage
-    factor = "@num_layers_per_virtual_pipeline_stage" if per_virtual else _VIRTUAL
     unit = per_virtual or virtual
     if left or min(counts) <= 0 or any(count % unit for count in counts):
-        given = [f"@{field}" for field in (*UNEVEN, *COUNTED) if getattr(distributed, field)]
-        shown = " with ".join(["@num_layers", *given])
-        near = nearest(rest, ranks * unit) - rest + config.model.num_layers
-        fix = f"the nearest is {near}" if others == ranks else "change the numbers"
-        raise UserError(
-            f"{shown}: {others} pipeline rank(s) must share {rest} layers evenly, and each rank's "
-            f"must be a multiple of {factor}; {fix}, or give {_instead(config)}"
-        )
+        raise UserError(_unshared(config, others, rest, unit))
     if per_virtual and rest != ranks * virtual * per_virtual:
-        raise UserError(f"{factor}: contradicts {_VIRTUAL}; drop one")
+        raise UserError(f"@{PER_VIRTUAL}: contradicts @{VIRTUAL}; drop one")
     stages = [counts[rank] // virtual for rank in placement_of(config)]
     stages[0] -= distributed.account_for_embedding_in_pipeline_split
     stages[-1] -= distributed.account_for_loss_in_pipeline_split
     return tuple(stages)
+
+
+def _unshared(config: Config, others: int, rest: int, unit: int) -> str:
+    """Why `others` ranks cannot share the rest of the layers, with the fix."""
+    distributed = config.distributed
+    ranks = distributed.pipeline_model_parallel_size
+    given = [f"@{field}" for field in (*UNEVEN, *COUNTED) if getattr(distributed, field)]
+    shown = " with ".join(["@num_layers", *given])
+    factor = PER_VIRTUAL if distributed.num_layers_per_virtual_pipeline_stage else VIRTUAL
+    near = nearest(rest, ranks * unit) - rest + config.model.num_layers
+    fix = f"the nearest is {near}" if others == ranks else "change the numbers"
+    return (
+        f"{shown}: {others} pipeline rank(s) must share {rest} layers evenly, and each rank's must "
+        f"be a multiple of @{factor}; {fix}, or give {_instead(config)}"
+    )

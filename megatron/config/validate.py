@@ -32,7 +32,10 @@ from megatron.config.schedules import SCHEDULES, planned_micro_batches
 from megatron.config.stages import (
     AUTO,
     COUNTED,
+    LAYOUT,
+    PER_VIRTUAL,
     UNEVEN,
+    VIRTUAL,
     frozen_units,
     layers_of_stages,
     stage_count,
@@ -139,14 +142,9 @@ def _context_parallel(run: RunView) -> Faults:
         )
 
 
-_LAYOUT = "pipeline_model_parallel_layout"
-_PER_VIRTUAL = "num_layers_per_virtual_pipeline_stage"
-_VIRTUAL = "num_virtual_stages_per_pipeline_rank"
-
-
 @rule("pp>1 num_layers>0")
 def _pipeline_split(run: RunView) -> Faults:
-    ways = [run.given(_LAYOUT), run.given(*UNEVEN), run.given(*COUNTED, _PER_VIRTUAL)]
+    ways = [run.given(LAYOUT), run.given(*UNEVEN), run.given(*COUNTED, PER_VIRTUAL)]
     given = list(filter(None, ways))
     if len(given) > 1:
         shown = " and ".join(f"@{field}" for way in given[1:] for field in way)
@@ -154,7 +152,7 @@ def _pipeline_split(run: RunView) -> Faults:
             f"@{given[0][0]}: contradicts {shown}; keep one way to share out the layers "
             "(--num-virtual-stages-per-pipeline-rank goes with each)"
         )
-    elif any(getattr(run, field) <= 0 for field in run.given(_PER_VIRTUAL, _VIRTUAL, *UNEVEN)):
+    elif any(getattr(run, field) <= 0 for field in run.given(PER_VIRTUAL, VIRTUAL, *UNEVEN)):
         return  # faults of their bounds
     elif run.pipeline_model_parallel_layout != AUTO:
         layers_of_stages(run.config)
@@ -172,11 +170,11 @@ def _pipeline_schedule(run: RunView) -> Faults:
     takes = SCHEDULES[run.pipeline_schedule].virtual
     if virtual == takes or (takes is None and virtual > 1):
         return
-    given = [field for field in (_LAYOUT, _PER_VIRTUAL) if getattr(run, field) not in (None, AUTO)]
+    given = [field for field in (LAYOUT, PER_VIRTUAL) if getattr(run, field) not in (None, AUTO)]
     number = "2 or more" if takes is None else takes
     yield (
         f"@pipeline_schedule: takes {number} stage(s) on each pipeline rank, and "
-        f"@{(*given, _VIRTUAL)[0]} makes {virtual}; change that, or give --pipeline-schedule "
+        f"@{(*given, VIRTUAL)[0]} makes {virtual}; change that, or give --pipeline-schedule "
         f"{'1f1b' if virtual == 1 else 'interleaved'}"
     )
 
