@@ -256,8 +256,8 @@ multiple of @virtual 1; the nearest is 32, or give
 4 --num-layers 12 @pp 4 @virtual 2
     multiple of @virtual 2; the nearest is 16
 4 --num-layers 8 @pp 4 @loss
-    --num-layers 8 with @loss: 4 pipeline rank(s) must share 9 layers evenly, and each rank's \
-must be a multiple of @virtual 1; the nearest is 7
+    --num-layers 8 with --account-for-loss-in-pipeline-split: 4 pipeline rank(s) must share 9 \
+layers evenly, and each rank's must be a multiple of @virtual 1; the nearest is 7
 4 --num-layers 16 @pp 4 @per_virtual 3
     multiple of @per_virtual 3; the nearest is 12
 4 --num-layers 16 @pp 4 @per_virtual 2 @virtual 4
