@@ -177,13 +177,14 @@ def _shared(config: Config) -> tuple[int, ...]:
     others = ranks - (first is not None) - (last is not None)
     rest = counted_layers(config) - (first or 0) - (last or 0)
     share, left = divmod(rest, others) if others else (0, rest)
-    counts = [first or share, *[share] * (ranks - 2), last or share]
+    sizes = {first or share, last or share} | ({share} if ranks > 2 else set())
     per_virtual = distributed.num_layers_per_virtual_pipeline_stage
     unit = per_virtual or virtual
-    if left or min(counts) <= 0 or any(count % unit for count in counts):
+    if left or min(sizes) <= 0 or any(size % unit for size in sizes):
         raise UserError(_unshared(config, others, rest, unit))
     if per_virtual and rest != ranks * virtual * per_virtual:
         raise UserError(f"@{PER_VIRTUAL}: contradicts @{VIRTUAL}; drop one")
+    counts = [first or share, *[share] * (ranks - 2), last or share]
     stages = [counts[rank] // virtual for rank in placement_of(config)]
     stages[0] -= distributed.account_for_embedding_in_pipeline_split
     stages[-1] -= distributed.account_for_loss_in_pipeline_split
