@@ -99,7 +99,7 @@ class _TritonActivation(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         # The bias's gradient is summed over tokens in the pass that writes dx.
         dx, dbias = activation_backward(dy, *ctx.saved_tensors, ctx.bias, ctx.activation)
-        if ctx.needs_input_grad[1]:  # else there is none, or it is frozen
+        if ctx.bias is not None:
             accumulate_gradients((ctx.bias,), (dbias,), dx)
         return dx, None, None
 

@@ -44,8 +44,7 @@ class _LayerNorm(torch.autograd.Function):
             ctx.bias,
             [True, *ctx.needs_input_grad[1:3]],
         )
-        if ctx.needs_input_grad[1]:  # else it is frozen
-            accumulate_gradients((ctx.weight, ctx.bias), (dweight, dbias), dx)
+        accumulate_gradients((ctx.weight, ctx.bias), (dweight, dbias), dx)
         return dx, None, None, None
 
 
@@ -80,8 +79,7 @@ class _RMSNorm(torch.autograd.Function):
         projection = torch.linalg.vecdot(dnormed, normed).div_(x.shape[-1]).unsqueeze(-1)
         dx = dnormed.addcmul_(normed, projection, value=-1).mul_(rstd)
         dx = dx.to(x.dtype) if narrow else dx
-        if dweight is not None:
-            accumulate_gradients((ctx.weight,), (dweight,), dx)
+        accumulate_gradients((ctx.weight,), (dweight,), dx)
         return dx, None, None, None
 
 
@@ -100,8 +98,7 @@ class _ApexNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x, *statistics = ctx.saved_tensors
         dx, *gradients = apex.norm_backward(dy, x, statistics, ctx.parameters, ctx.eps)
-        if ctx.needs_input_grad[1]:  # else it is frozen
-            accumulate_gradients(ctx.parameters, gradients, dx)
+        accumulate_gradients(ctx.parameters, gradients, dx)
         return dx, None, None, None
 
 
@@ -132,9 +129,8 @@ class _TritonNorm(torch.autograd.Function):
         total, statistics = ctx.saved_tensors
         # The kernel adds the residual stream's own gradient to dx, which is both inputs' gradient.
         dx, gradients = norm_backward(dy, total, ctx.weight, statistics, dtotal)
-        if ctx.needs_input_grad[2]:  # else it is frozen
-            parameters = (ctx.weight,) if ctx.bias is None else (ctx.weight, ctx.bias)
-            accumulate_gradients(parameters, gradients, dx)
+        parameters = (ctx.weight,) if ctx.bias is None else (ctx.weight, ctx.bias)
+        accumulate_gradients(parameters, gradients, dx)
         return dx, dx if ctx.needs_input_grad[1] else None, None, None, None
 
 
@@ -211,9 +207,8 @@ class _QKNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         qkv, statistics, cos, sin = ctx.saved_tensors
         dx, gradients = qk_norm_backward(dy.contiguous(), qkv, *ctx.weights, cos, sin, statistics)
-        if ctx.needs_input_grad[1]:  # else they are frozen
-            parameters = [*ctx.weights, *(bias for bias in ctx.biases if bias is not None)]
-            accumulate_gradients(parameters, gradients, dx)
+        parameters = [*ctx.weights, *(bias for bias in ctx.biases if bias is not None)]
+        accumulate_gradients(parameters, gradients, dx)
         return dx, None, None, None, None, None, None, None
 
 
