@@ -273,7 +273,8 @@ class RecomputeContext:
     def _mark(self, recomputation: Recomputation, y: Any) -> None:
         """From here on a function that saves a result of the computation does not keep it."""
         for result in results_of(y):
-            storage, readers = result.untyped_storage(), []
+            storage = result.untyped_storage()
+            readers: Readers = []
             recomputation.readers.append(readers)
             self.results[storage._cdata] = StorageWeakRef(storage), recomputation, readers
 

@@ -213,7 +213,7 @@ class CoreAttention(nn.Module):
         """`dropout_state`: None in evaluation."""
         cp, backend = self.cp, self.backend[dropout_state is not None]
         if cp.heads.size > 1:  # all-to-all: the positions of all ranks of fewer heads
-            qkv = heads_for_sequence(*qkv, cp.heads)
+            qkv = heads_for_sequence(*qkv, axis=cp.heads)
         if seen.steps:  # over the blocks of keys of a ring's ranks, or of all
             if qkv[0].is_cuda and backend in SDPA:  # which gives no log-sum-exp there
                 backend = "plain"
@@ -226,7 +226,7 @@ class CoreAttention(nn.Module):
                 q, k, v = qkv
                 qkv = q, *gather_keys(k, v, seen.places, cp.axis)
             if backend in SDPA:
-                out = fused_attention(*qkv, seen.mask, self.settings["scale"])
+                out = fused_attention(*qkv, mask=seen.mask, scale=self.settings["scale"])
             else:
                 block = BlockAttention(backend, self._options(dropout_state, backend))
                 out, _ = block.forward(*qkv, mask=seen.mask)
