@@ -375,6 +375,7 @@ class Search:
         if self.config.distributed.use_tp_pp_dp_mapping:  # by which groups span other nodes
             outside = outside - {PIPELINE}
         layers = frozenset((name, layout[name]) for name in layout.keys() - outside)
+        # tensor-parallel ranks pad the vocabulary, which counts in stages of equal cost
         cut = tuple(layout[name] for name in ("tensor_model_parallel_size", *sorted(CUT)))
         if layers not in self.costs or cut not in self.cuts:
             model = self.model(layout)

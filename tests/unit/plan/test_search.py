@@ -141,10 +141,12 @@ def test_a_bound_is_below_what_is_simulated_and_planned(flags, world, count):
     assert tried >= count / 2
 
 
-@pytest.mark.parametrize("flags", [DENSE, f"{EXPERTS} {EP} 2 {PAIRS}"], ids=["dense", "pairs"])
+@pytest.mark.parametrize(
+    "flags", [DENSE, f"{EXPERTS} {EP} 2 {PAIRS} --use-tp-pp-dp-mapping"], ids=["dense", "pairs"]
+)
 def test_a_search_finds_what_it_finds_when_it_times_all_layouts(flags, monkeypatch):
     """Those whose passes take longer than the fifth best at least are not timed."""
-    small = dataclasses.replace(H100, memory_gib=14.0)
+    small = dataclasses.replace(H100, memory_gib=14.0, node_size=4)
 
     def search() -> tuple[list[str], int]:
         found = Search(asked(flags), VOCABULARY, 8, small).run()
