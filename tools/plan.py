@@ -81,14 +81,13 @@ from megatron.config.validate import resolve
 from megatron.data.tokenizer import build_tokenizer
 
 # The tool's own flags: numbers by their default (None: not given), and words.
+OF_A_DEVICE = ("step", "search", "explain")
+OF_NODES: dict[str, float | None] = {"--gpus-per-node": None, "--gpu-hour-price": None}
 NUMBERS: dict[str, dict[str, float | None]] = {
     "memory": {"--mfu": MFU, "--bandwidth": BANDWIDTH, "--host-bandwidth": HOST_BANDWIDTH},
     "checkpoint": {"--write": 1.0, "--copy": 10.0, "--mtbf": 24.0},
-    "step": {"--gpus-per-node": None, "--gpu-hour-price": None},
-    "search": {"--gpus-per-node": None, "--gpu-hour-price": None},
-    "explain": {"--gpus-per-node": None, "--gpu-hour-price": None},
+    **dict.fromkeys(OF_A_DEVICE, OF_NODES),
 }
-OF_A_DEVICE = ("step", "search", "explain")
 OF_FILES = ("validate", "fit", "measure")
 SWITCHES = {"step": "--json", "validate": "--kept-out", "fit": "--published"}
 

@@ -167,8 +167,8 @@ def _drawn(config: Config) -> tuple[int, ...]:
 
 
 def _shared(config: Config) -> tuple[int, ...]:
-    """The ranks without a given number share what is left evenly, and each rank's layers are shared
-    evenly by its virtual stages.
+    """The ranks without a given number share the remaining layers evenly, and each rank's virtual
+    stages share its layers evenly.
     """
     distributed = config.distributed
     ranks = distributed.pipeline_model_parallel_size
