@@ -211,22 +211,20 @@ class CoreAttention(nn.Module):
 
     def forward(self, *qkv: Tensor, seen: Seen, dropout_state: DropoutState | None) -> Tensor:
         """`dropout_state`: None in evaluation."""
-        cp, backend = self.cp, self.backend[dropout_state is not None]
+        cp = self.cp
+        backend = self.backend[dropout_state is not None]
         if cp.heads.size > 1:  # all-to-all: the positions of all ranks of fewer heads
-            qkv = heads_for_sequence(*qkv, axis=cp.heads)
-        if seen.steps:  # over the blocks of keys of a ring's ranks, or of all
-            if qkv[0].is_cuda and backend in SDPA:  # which gives no log-sum-exp there
-                backend = "plain"
-            block = BlockAttention(backend, self._options(dropout_state, backend))
-            function = GatheredAttention if cp.gathers else RingAttention
-            axis = cp.axis if cp.gathers else cp.ring
-            out = function.apply(*qkv, seen.steps, block, axis)
+            q, k, v = qkv
+            qkv = heads_for_sequence(q, k, v, cp.heads)
+        if seen.steps:
+            out = self._by_blocks(qkv, seen.steps, dropout_state, backend)
         else:
             if cp.gathers and seen.places is not None:  # one call over all keys
                 q, k, v = qkv
                 qkv = q, *gather_keys(k, v, seen.places, cp.axis)
             if backend in SDPA:
-                out = fused_attention(*qkv, mask=seen.mask, scale=self.settings["scale"])
+                q, k, v = qkv
+                out = fused_attention(q, k, v, seen.mask, self.settings["scale"])
             else:
                 block = BlockAttention(backend, self._options(dropout_state, backend))
                 out, _ = block.forward(*qkv, mask=seen.mask)
@@ -236,6 +234,21 @@ class CoreAttention(nn.Module):
         if out.shape[-1] != self.value_width:
             out = out[..., : self.value_width]
         return out.flatten(2)
+
+    def _by_blocks(
+        self,
+        qkv: tuple[Tensor, ...],
+        steps: AttentionSteps,
+        dropout_state: DropoutState | None,
+        backend: str,
+    ) -> Tensor:
+        """Attention over the blocks of keys of a ring's ranks, or of all."""
+        if qkv[0].is_cuda and backend in SDPA:  # which gives no log-sum-exp there
+            backend = "plain"
+        block = BlockAttention(backend, self._options(dropout_state, backend))
+        if self.cp.gathers:
+            return GatheredAttention.apply(*qkv, steps, block, self.cp.axis)
+        return RingAttention.apply(*qkv, steps, block, self.cp.ring)
 
     def _options(self, dropout_state: DropoutState | None, backend: str) -> dict[str, Any]:
         """The fields of Options, with those of dropout where probabilities are dropped."""
