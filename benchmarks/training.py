@@ -104,6 +104,8 @@ PEERS = {
     "plain loop, compiled": Peer("plain_loop.py", None, on_a_gpu, "compile"),
     "Liger": Peer("plain_loop.py", None, on_a_gpu, "liger"),
     "Liger, compiled": Peer("plain_loop.py", None, on_a_gpu, "liger,compile"),
+    "torchtitan": Peer("torchtitan_train.py", None, on_a_gpu),
+    "torchtitan, compiled": Peer("torchtitan_train.py", None, on_a_gpu, "compile"),
     "torch DDP": Peer("plain_loop.py", None, only_dense_data_parallel),
     "DeepSpeed ZeRO-0": Peer("deepspeed_zero0.py", "deepspeed", only_dense_data_parallel),
     "DeepSpeed pipeline": Peer(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from megatron.config.groups import TrainingConfig
+from megatron.config.groups import Config
 from megatron.data.loader import Source
 from megatron.observe.console import evaluation_lines
 from megatron.observe.metrics import evaluation_metrics
@@ -44,7 +44,7 @@ def train(run: Run) -> Exit:
     """
     config, progress = run.config, run.progress
     interval = Interval(time.perf_counter())
-    with manual_collection(config.training):
+    with manual_collection(config):
         run.timing.begin()
         while not finished(config, progress.iteration, progress.consumed_samples):
             # 1. One step, queued on the device before the outcome of the last one is read.
@@ -70,7 +70,8 @@ def train(run: Run) -> Exit:
                 # that a signal is seen one iteration late, by all ranks in the same one.
                 exit_now = run.exits.check(iteration)
                 if due.evaluate:
-                    validate(run, interval)
+                    with paused_for_evaluation(interval, config):
+                        evaluate_all(run, "validation")
                     exit_now = exit_now or run.exits.check(iteration)
                 # After the evaluation, so that its outcome is in the checkpoint.
                 everywhere = due.save or due.end or exit_now
@@ -165,6 +166,8 @@ def evaluate_all(run: Run, split: str) -> bool:
     for name, source in sources.items():
         with _evaluating(run):
             loss = evaluate(run, source, f"{split} {name}")
+        if split == "validation":  # again after a resume, if it was cut short
+            run.progress.evaluation_due = loss is None
         if loss is None:
             return False
         losses.append(loss)
@@ -218,11 +221,11 @@ def blended(sources: dict[str, Source], values: list[float]) -> float:
 
 
 @contextmanager
-def manual_collection(config: TrainingConfig) -> Iterator[None]:
+def manual_collection(config: Config) -> Iterator[None]:
     """Switches the automatic collector off under --manual-gc. What exists before the first step is
     not looked at again: a collection then takes milliseconds in place of tenths of a second.
     """
-    if not config.manual_gc:
+    if not config.training.manual_gc:
         yield
         return
     was_enabled = gc.isenabled()
@@ -241,14 +244,14 @@ def manual_collection(config: TrainingConfig) -> Iterator[None]:
             gc.enable()
 
 
-def validate(run: Run, interval: Interval) -> None:
-    """Evaluate between two steps, with a collection before it and one of what it has made after."""
-    config = run.config.training
-    collects = config.manual_gc and config.manual_gc_eval
+@contextmanager
+def paused_for_evaluation(interval: Interval, config: Config) -> Iterator[None]:
+    """Not part of an iteration's time; with a collection before it and one of what it made."""
+    collects = config.training.manual_gc and config.training.manual_gc_eval
     with interval.paused():
         if collects:
             gc.collect()
-        run.progress.evaluation_due = not evaluate_all(run, "validation")
+        yield
         if collects:
             # The youngest generation is enough for what one evaluation has made.
             gc.collect(generation=0)

@@ -386,7 +386,7 @@ def _train_and_evaluate(run: Run) -> int:
     # 1. Validation that is due before training.
     skip_train = run.config.evaluation.skip_train
     if skip_train or run.progress.evaluation_due:
-        run.progress.evaluation_due = not evaluate_all(run, "validation")
+        evaluate_all(run, "validation")
 
     # 2. Training.
     ended = Exit(COMPLETE, 0)

@@ -12,7 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-PACKAGES = ("torch", "triton", "numpy", "transformers", "liger-kernel", "litgpt", "pytest")
+PEERS = ("transformers", "liger-kernel", "litgpt", "torchtitan")
+PACKAGES = ("torch", "triton", "numpy", *PEERS, "pytest")
 TOOLS = ("nvcc", "ncu", "compute-sanitizer", "gcc")
 
 

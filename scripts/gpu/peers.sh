@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Other trainers on one GPU, at most 8 minutes for all models, or 8 minutes for one that is named: peers.sh [125M | 1.3B | 8B-layers].
 # Same weights, tokens and precision; whole runs in turns, ours and each peer once a round, until the time is used; a ratio passes by
-# benchmarks/ratio_rule.py with at least 7 rounds, so name one model a window for a verdict. Liger, litgpt and the Trainer of
-# transformers take part where they are installed or their wheels are unpacked in .wheels/site. Usage and environment: common.sh.
+# benchmarks/ratio_rule.py with at least 7 rounds, so name one model a window for a verdict. Liger, litgpt, torchtitan and the
+# Trainer of transformers take part where they are installed or their wheels are unpacked in .wheels/site. Usage and environment: common.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 begin peers "$@"
 limit=150

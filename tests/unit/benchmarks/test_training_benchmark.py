@@ -76,6 +76,13 @@ def test_our_command_line_asks_for_the_same_work(name):
         ("fp32, pp2, 8 micro-batches", ["DeepSpeed pipeline", "megatron-core"]),
         ("fp32, 8 experts top-2", ["Hugging Face Trainer", "megatron-core"]),
         ("fp32, 8 experts top-2, ep2", ["megatron-core"]),
+        (
+            "125M on a GPU",
+            [
+                *("plain loop", "Hugging Face Trainer", "litgpt", "plain loop, compiled"),
+                *("Liger", "Liger, compiled", "torchtitan", "torchtitan, compiled"),
+            ],
+        ),
     ],
 )
 def test_only_peers_that_can_take_part_do(setting, takers):

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from megatron.config.groups import TrainingConfig
+from megatron.config.groups import Config, TrainingConfig
 from megatron.distributed.peers import PEERS
 from megatron.training.loop import manual_collection
 from megatron.training.timing import Timing
@@ -48,17 +48,17 @@ def unfrozen():
 
 def test_the_automatic_collector_is_off_for_the_run_alone(unfrozen):
     assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), manual_collection(TrainingConfig()):
+    with pytest.raises(ZeroDivisionError), manual_collection(Config()):
         assert not gc.isenabled() and gc.get_freeze_count() > 0
         1 / 0  # noqa: B018
     assert gc.isenabled() and gc.get_freeze_count() == 0
-    with manual_collection(TrainingConfig(manual_gc=False)):
+    with manual_collection(Config(training=TrainingConfig(manual_gc=False))):
         assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
 def test_what_the_caller_has_frozen_stays_frozen(unfrozen):
     gc.freeze()
     before = gc.get_freeze_count()
-    with manual_collection(TrainingConfig()):
+    with manual_collection(Config()):
         assert gc.get_freeze_count() == before
     assert gc.get_freeze_count() == before
