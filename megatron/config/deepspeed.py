@@ -58,8 +58,8 @@ CONVERSIONS: dict[str, Callable[[Any, Callable], Any]] = {
     "zero_optimization.mics_shard_size": lambda value, get: None if value == -1 else value,  # all
     "data_types.grad_accum_dtype": lambda value, get: dtype_of(value),
     "optimizer.type": lambda value, get: answers("optimizers").get(str(value).lower(), value),
-    "scheduler.params.warmup_min_ratio": lambda value, get: value * (get("lr") or 0.0),
-    "scheduler.params.cos_min_ratio": lambda value, get: value * (get("lr") or 0.0),
+    "scheduler.params.warmup_min_ratio": lambda value, get: value * get("lr"),
+    "scheduler.params.cos_min_ratio": lambda value, get: value * get("lr"),
 }
 
 
@@ -122,6 +122,8 @@ class DeepSpeedFile:
             raise UserError("expected a number")
         if field == "optimizer_nvme_offload" and self.keys.get(DEVICE) != "nvme":
             return "has no effect without the device nvme"
+        if key.endswith("_ratio") and self.reading.value("lr") is None:
+            return "a share of --lr, which is not given"
         return self._convert(key, field, value)
 
     def _convert(self, key: str, field: str, value: Any) -> str:
@@ -242,7 +244,7 @@ def _keys(content: dict, faults: list[str], section: str = "") -> Iterator[tuple
 
 
 def _has_value(key: str) -> bool:
-    return field_of(key) is not None or key in (BETAS, STEPS, *WIRE)
+    return field_of(key) is not None or key in (BETAS, STEPS, *WIRE) or key in answers("accepted")
 
 
 def _order(key: str) -> tuple[bool, ...]:

@@ -16,7 +16,7 @@ from megatron.config.groups import DECAYING, GROUPS, WARMUP, Config, Distributed
 from megatron.config.metadata import flag_name
 from megatron.config.model import FORMER_ROPE, GATED, yarn_scale
 from megatron.config.options import FIELDS, read_table
-from megatron.config.stages import virtual_stages
+from megatron.config.stages import AUTO, LAYOUT, PER_VIRTUAL, VIRTUAL, virtual_stages
 
 GATED_WIDTH = "8/3 x hidden-size rounded down to a multiple of 64"
 
@@ -103,9 +103,9 @@ def condition_text(condition: str) -> str:
     """What messages call a condition: `--optimizer adam`, `--profile`, `--eval-iters above 0`."""
     found = []
     for field, sign, values in _alternatives(condition):
-        above = "above " if sign == ">" else ""
+        word = {">": "above ", "!=": "other than "}.get(sign, "")
         value = values.replace(",", " or ").replace("True", "")
-        found.append(f"{flag_name(field)} {above}{value}".strip())
+        found.append(f"{flag_name(field)} {word}{value}".strip())
     return TEXTS.get(condition, " or ".join(found))
 
 
@@ -263,10 +263,14 @@ def _position_type(run: RunView) -> None:
         return
     if run.rope_type == "rope" and (kind == "yarn" or run.rescales_scores):
         return  # a fault
-    changed = [] if run.use_rope_scaling else list(filter(run.holds, _YARN))
+    changed = set(filter(run.holds, _YARN))
+    if all(getattr(run, field) == former for field, former in FORMER_ROPE.items()):
+        changed -= FORMER_ROPE.keys()
+    if run.use_rope_scaling:
+        changed.clear()
     wanted = "rope"
     if run.rope_type == "rope":
-        for field in changed:
+        for field in sorted(changed):
             run.fill(field, FIELDS[field].default, "--rope-type rope rescales no frequencies")
     elif changed or "yarn" in (kind, run.rope_type):
         wanted = "yarn"
@@ -284,6 +288,10 @@ def _rope_scaling(run: RunView) -> None:
         reason = "YaRN's default in Megatron-LM" if is_yarn else ""
         run.default("rope_scaling_factor", model.rope_factor, reason)
         run.default("rope_original_max_position_embeddings", model.rope_original_length, reason)
+    else:
+        for field, former in FORMER_ROPE.items():
+            if getattr(run, field) == former:
+                run.fill(field, None)
 
 
 # ---------------------------------------------------------------- what follows from flags
@@ -409,8 +417,11 @@ def _batch_schedule(run: RunView) -> None:
 def _pipeline(run: RunView) -> None:
     virtual = virtual_stages(run.config) if run.pp > 1 else None
     if virtual is not None:  # None with several ranks: a fault
-        reason = "stages on each pipeline rank, by the layout or the schedule"
-        run.default("num_virtual_stages_per_pipeline_rank", virtual, reason)
+        sources = (LAYOUT, PER_VIRTUAL, "pipeline_schedule")
+        given = [field for field in sources if getattr(run, field) not in (None, AUTO)]
+        source = spelled(given[0], getattr(run, given[0])) if given else "1f1b"
+        reason = f"stages on each pipeline rank of {source}"
+        run.default(VIRTUAL, virtual, reason)
         schedule = "1f1b" if virtual == 1 else "interleaved"
         run.default("pipeline_schedule", schedule, f"{virtual} stage(s) on each pipeline rank")
 

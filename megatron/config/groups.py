@@ -84,7 +84,8 @@ class PrecisionConfig:
     fp64: bool = flag(False, change=STEPS)
     """Compute everything in float64, to compare runs far below rounding."""
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(change=STEPS)
-    """GEMMs of wide linear layers in FP8: e4m3, or hybrid (e5m2 for gradients of outputs)."""
+    """GEMMs of wide linear layers in FP8: e4m3, or hybrid (e5m2 for gradients of outputs).
+    Everything else keeps its precision."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = fp8_flag("tensorwise")
     """What shares a scale: a tensor, a row, or 128 consecutive elements of a row (blockwise). With
     rowwise, weight gradients are not computed in FP8."""
@@ -196,7 +197,8 @@ class TrainingConfig:
     recompute: Literal["auto"] | None = None
     """auto: choose the fastest recomputation that fits --memory-budget, and print why."""
     memory_budget: float | None = flag(needs="recompute=auto")
-    """GiB a device may use under --recompute auto, less what --dry-run lists as uncounted."""
+    """GiB per device that --recompute auto may plan; leave room for what --dry-run lists as
+    uncounted."""
     recompute_layers: tuple[str, ...] | None = None
     """Recomputation of each layer in order, as --recompute auto chooses it: WHAT*COUNT ..., where
     WHAT is none, full, or --recompute-modules joined by +."""
@@ -274,7 +276,8 @@ class OptimizerConfig:
     )
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
     optimizer_nvme_offload: str | None = flag(needs="optimizer=adam")
-    """Folder on a local disk of each node for optimizer state; sets --optimizer-cpu-offload."""
+    """Folder on a local disk of each node for master weights and moments; sets
+    --optimizer-cpu-offload."""
     param_cpu_offload: bool = flag(False, needs="optimizer=adam zero_stage=3")
     """ZeRO-3: keep frozen and CPU-updated weights in host memory; sets --optimizer-cpu-offload."""
     freeze: str | None = flag(change=STEPS)
@@ -507,7 +510,8 @@ class DistributedConfig:
     zero_stage: Literal[0, 1, 2, 3] = flag(0, change=ROUNDING)
     """ZeRO: data-parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights."""
     zero_shard_size: int | None = flag(needs="zero_stage>0", change=ROUNDING)
-    """Neighbouring ranks (a node's) that ZeRO shards over; each group has a copy. Default: all."""
+    """Neighbouring data-parallel ranks that ZeRO shards over; each group has a copy.
+    Default: all."""
     zero3_keep_gathered: bool = flag(False, needs="zero_stage=3")
     """ZeRO-3: gather a layer once a step, not for every pass."""
     overlap_param_gather: bool = flag(True, idle_without="zero_stage>0")

@@ -34,6 +34,13 @@ KINDS = {
     float: "a number",
     type(None): "null",
 }
+SPECIAL = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 TAG = "tag:yaml.org,2002:"  # of the values that YAML knows by itself
 INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)")
@@ -62,7 +69,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        kind = "a folder" if stat.S_ISDIR(mode) else f"a special file ({stat.filemode(mode)})"
+        kind = SPECIAL.get(stat.S_IFMT(mode), "a special file")
         raise InputError(f"is {kind}, not a regular file")
     return open(descriptor, "rb")
 

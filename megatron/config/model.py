@@ -207,7 +207,8 @@ class ModelConfig:
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = expert_rounding_flag("alltoall")
     """How tokens reach experts; allgather sends less with fewer EP ranks than experts a token."""
     moe_expert_capacity_factor: float | None = expert_steps_flag()
-    """Capacity of an expert in a micro-batch, in even shares; others skip it. Default: no limit."""
+    """Capacity of an expert in even shares of a micro-batch; further tokens skip it.
+    Default: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = flag(
         "probs", needs="num_experts moe_expert_capacity_factor", change=STEPS
     )

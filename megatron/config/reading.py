@@ -13,7 +13,6 @@ from megatron.config.errors import UserError, collected, did_you_mean, first_fau
 from megatron.config.groups import GROUPS, Config
 from megatron.config.help import COMMANDS, TAKES_FILE
 from megatron.config.input_files import SETTINGS_LIMIT, path_fault, read_bytes, read_settings
-from megatron.config.model import without_former_defaults
 from megatron.config.options import FIELDS, Option, Words, as_word, key, options_by_flag, shown
 
 Occurrence = tuple[str, Words]
@@ -70,8 +69,9 @@ class Reading:
         self.config = self.config.with_fields(FIELDS[name].group, **{name: value})
 
     def take(self, name: str, value: Any, written: str = "") -> None:
+        """Set a field that is chosen, by what the user wrote where that is known."""
         self.put(name, value)
-        self.set_by[name] = written
+        self.set_by[name] = written or self.set_by.get(name, "")
 
     def read(self, flag: str, words: Words, written: str = "") -> None:
         """Take in one occurrence; `written` is what the user wrote in place of the flag."""
@@ -159,8 +159,7 @@ def _read_groups(reading: Reading, content: dict[str, Any]) -> None:
             reading.faults.append(f"{_short(group)} is not a group of settings; {groups}")
             continue
         names = [name for name, option in FIELDS.items() if option.group == group]
-        known = without_former_defaults(fields) if group == "model" else fields
-        for field_name, value in known.items():
+        for field_name, value in fields.items():
             if field_name in names:
                 with collected(reading.faults, f"{group}.{field_name} = {_short(value)}"):
                     reading.take(field_name, FIELDS[field_name].load(value))

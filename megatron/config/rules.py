@@ -141,15 +141,19 @@ num_experts activation_offload offload_modules=mlp_fc1,mlp_act,mlp_fc2:
     @offload_modules: activations of experts (mlp_fc1, mlp_act, mlp_fc2) are not offloaded; drop
     these, or recompute them with --recompute-modules moe_act
 # recomputation
-recompute_modules=moe|layer_parts=moe num_experts=None:
-    --recompute-modules (or --recompute-layers): moe is a part of --num-experts, which is not set;
-    give mlp
-recompute_modules=moe_act|layer_parts=moe_act num_experts=None:
-    --recompute-modules (or --recompute-layers): moe_act is a part of --num-experts, which is not
-    set; give mlp_act
-recompute_modules=mla_up_proj|layer_parts=mla_up_proj multi_latent_attention=False:
-    --recompute-modules (or --recompute-layers): mla_up_proj is a part of
-    --multi-latent-attention, which is not set; give qkv
+recompute_modules=moe num_experts=None:
+    @recompute_modules: moe is a part of --num-experts, which is not set; give mlp
+layer_parts=moe num_experts=None:
+    @recompute_layers: moe is a part of --num-experts, which is not set; give mlp
+recompute_modules=moe_act num_experts=None:
+    @recompute_modules: moe_act is a part of --num-experts, which is not set; give mlp_act
+layer_parts=moe_act num_experts=None:
+    @recompute_layers: moe_act is a part of --num-experts, which is not set; give mlp_act
+recompute_modules=mla_up_proj multi_latent_attention=False:
+    @recompute_modules: mla_up_proj is a part of --multi-latent-attention, which is not set;
+    give qkv
+layer_parts=mla_up_proj multi_latent_attention=False:
+    @recompute_layers: mla_up_proj is a part of --multi-latent-attention, which is not set; give qkv
 # activations on the host
 activation_offload torch_compile recompute_granularity!=full|recompute_method=block:
     --activation-offload: is not supported with --torch-compile, which fixes what a layer keeps;
@@ -210,7 +214,7 @@ expert_model_parallel_size divisor num_experts
 moe_router_num_groups divisor num_experts
 moe_router_group_topk divisor moe_router_topk
 zero_shard_size divisor replicas if zero_stage>0
-tiled_mlp divisor positions if tp_fits=True tiled_mlp>1
+tiled_mlp divisor positions if tensor_model_parallel_size>0 context_parallel_size>0 tiled_mlp>1
 """
 # What messages call numbers that are no flags.
 NUMBERS = {
@@ -222,10 +226,10 @@ NUMBERS = {
 COMPARISONS = {">": (operator.gt, "greater than"), ">=": (operator.ge, "at least")}
 
 
-def nearest_divisor(number: int, size: int) -> int:
-    """The divisor of a number, above 1 where there is one, that is nearest to `size`."""
-    sizes = (*range(2, min(number, 4096) + 1), size, number)
-    fitting = (other for other in sizes if number % other == 0)
+def nearest_divisor(number: int, size: int, least: int = 1) -> int:
+    """The divisor of a number, of at least `least`, that is nearest to `size`."""
+    sizes = (*range(least, min(number, 4096) + 1), size, number)
+    fitting = (other for other in sizes if other >= least and number % other == 0)
     return min(fitting, key=lambda other: abs(other - size))
 
 
@@ -305,7 +309,8 @@ def _relation(run: RunView, field: str, relation: str, other: str) -> Faults:
     elif relation == "multiple" and run.has(field, other):
         yield from multiple(run, field, limit, what)
     elif run.has(field, other) and limit % size:
-        near = nearest_divisor(limit, size)
+        least = 2 if field == "zero_shard_size" else 1  # 1 would switch ZeRO off
+        near = nearest_divisor(limit, size, least)
         yield f"@{field}: must divide {what}; the nearest that fits is {near}"
 
 

@@ -159,9 +159,12 @@ def _drawn(config: Config) -> tuple[int, ...]:
     with about("@pipeline_model_parallel_layout"):
         counts = parse_layout(distributed.pipeline_model_parallel_layout)
         if sum(counts) != config.model.num_layers or len(counts) != stage_count(config):
+            wanted = "a multiple of @pipeline_model_parallel_size"
+            if distributed.num_virtual_stages_per_pipeline_rank is not None:
+                wanted = f"@pipeline_model_parallel_size x @{VIRTUAL}"
             raise UserError(
-                f"has {sum(counts)} layers (t) in {len(counts)} stages; it must have @num_layers "
-                "in @pipeline_model_parallel_size x @num_virtual_stages_per_pipeline_rank stages"
+                f"has {sum(counts)} layers (t) in {len(counts)} stages; it must have "
+                f"@num_layers in {wanted} stages"
             )
     return counts
 

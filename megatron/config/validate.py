@@ -103,10 +103,10 @@ def _tensor_parallel(run: RunView) -> Faults:
         sizes = range(1, min(ranks, heads, 1024) + 1)  # no matrix is shared over more
         fitting = [n for n in sizes if ranks % n == heads % n == 0 and _shares(n, groups)]
         near = min(fitting, key=lambda size: abs(size - run.tp))
-        yield (
-            "@tensor_model_parallel_size: must divide @num_attention_heads, and divide "
-            f"@num_query_groups or be a multiple of it; the nearest that fits is {near}"
-        )
+        what = "@num_query_groups or be a multiple of it"
+        if heads % run.tp:
+            what = "@num_attention_heads"
+        yield f"@tensor_model_parallel_size: must divide {what}; the nearest that fits is {near}"
 
 
 @rule("context_parallel_size>1")
@@ -256,9 +256,10 @@ def _experts(run: RunView) -> Faults:
     kinds, coefficients = run.moe_router_load_balancing_type, run.moe_aux_loss_coeff
     if len(set(kinds)) < len(kinds):
         yield "@moe_router_load_balancing_type: names one twice; keep each once"
-    if len(kinds) != len(coefficients) or min(coefficients) < 0:
-        text = "must be one number of 0 or more for each of @moe_router_load_balancing_type"
-        yield f"@moe_aux_loss_coeff: {text}"
+    if len(kinds) != len(coefficients):
+        yield "@moe_aux_loss_coeff: must be one number for each of @moe_router_load_balancing_type"
+    if min(coefficients) < 0:
+        yield "@moe_aux_loss_coeff: must be 0 or more"
     for kind, coefficient in zip(kinds, coefficients):
         if kind == "none" and coefficient > 0:
             yield (
@@ -398,15 +399,16 @@ def _unit(run: RunView) -> str:
 @rule("rampup_batch_size!=None micro_batches!=None")
 def _ramp_up(run: RunView) -> Faults:
     ramp_up, unit = run.rampup_batch_size, run.batch_unit
-    start, increment, samples = ramp_up if len(ramp_up) == 3 else (0, 0, 0)
+    if len(ramp_up) != 3 or min(ramp_up) <= 0:
+        yield "@rampup_batch_size: must be three numbers above 0: start increment samples"
+        return
+    start, increment, _ = ramp_up
     growth = run.global_batch_size - start
-    is_whole = min(start, increment, samples, growth) > 0
-    if not is_whole or start % unit or increment % unit or growth % increment:
-        yield (
-            "@rampup_batch_size: must be three numbers above 0: start increment samples; start and "
-            f"increment must be multiples of {_unit(run)}, and @global_batch_size must be the "
-            "start plus a number of increments"
-        )
+    if start % unit or increment % unit:
+        yield f"@rampup_batch_size: start and increment must be multiples of {_unit(run)}"
+    if growth <= 0 or growth % increment:
+        text = "@global_batch_size must be the start plus a number of increments"
+        yield f"@rampup_batch_size: {text}"
 
 
 @rule("step_batch_size_schedule!=None seq_length>0")

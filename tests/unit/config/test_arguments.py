@@ -21,7 +21,6 @@ from megatron.config.help import COMMANDS, PAGES, explained, help_text
 from megatron.config.options import FIELDS, options_by_flag
 
 VALID = LINE.split()
-NOT_READ = f"which is not read; {GUIDE}"
 
 
 def every_field_set() -> list[str]:
@@ -160,18 +159,30 @@ def test_command_line_wins_over_the_file(tmp_path):
         ('{"checkpoint": {"save": "\\ud800"}}', "half of a surrogate pair"),
         ('checkpoint: {save: "\\0"}', "holds a character that a path cannot hold"),
         ("{" + ", ".join(f"a{number}: 1" for number in range(60)) + "}", "and 40 more faults"),
-        # flat names of flags, and files of other programs
+        # flat names of flags
         ("num_layer: 4", "--num-layer 4: unknown flag; did you mean --num-layers?"),
         ("bert_loda: false", "--bert-loda: unknown flag"),
-        ("pipe-parallel-size: 1\nmodel-parallel-size: 2", f"of GPT-NeoX, {NOT_READ}"),
-        ("trainer: {devices: 8}\nexp_manager: {}\nmodel: {}", f"of NeMo, {NOT_READ}"),
-        ("general: {project: x}\nparallelism: {dp: 2}\nmodel: {}", f"of nanotron, {NOT_READ}"),
     ],
 )
 def test_faults_in_a_configuration_file(tmp_path, text, fault):
     path = tmp_path / "config.yaml"
     path.write_text(text)
     assert any(fault in line and str(path) in line for line in faults_of(["--config", str(path)]))
+
+
+@pytest.mark.parametrize(
+    "text, program",
+    [
+        ("pipe-parallel-size: 1\nmodel-parallel-size: 2", "GPT-NeoX"),
+        ("trainer: {devices: 8}\nexp_manager: {}\nmodel: {}", "NeMo"),
+        ("general: {project: x}\nparallelism: {dp: 2}\nmodel: {}", "nanotron"),
+    ],
+)
+def test_another_programs_file_gets_one_sentence(tmp_path, text, program):
+    path = tmp_path / "other.yaml"
+    path.write_text(text)
+    (fault,) = [line for line in faults_of(["--config", str(path)]) if str(path) in line]
+    assert f"of {program}, which is not read; {GUIDE}" in fault
 
 
 @pytest.mark.parametrize("flag", ["--config", "--deepspeed-config", "--save", "--tokenizer-model"])

@@ -87,6 +87,9 @@ compression_training.weight_quantization.shared_parameters=1
     fault always decoupled
     fault to gather inside a node give --zero-shard-size
     fault compression_training: compression is not supported; take the section out
+scheduler="WarmupLR" gradient_allreduce_op={"a":"mean"}
+    fault scheduler = "WarmupLR": not supported
+    fault gradients are averaged over the tokens of the global batch; set it to "mean"
 
 # values of a wrong kind
 fp16.enabled=true fp16.initial_scale_power=99999 bf16.enabled=1 zero_optimization.stage={"a":1} \
@@ -152,6 +155,8 @@ scheduler={"type":"WarmupCosineLR","params":{"cos_min_ratio":0.125,"warmup_type"
 --train-iters 100 --lr 0.5
     lr_decay_style = cosine
     min_lr = 0.0625
+scheduler={"type":"WarmupCosineLR","params":{"cos_min_ratio":0.125}} | --train-iters 100
+    note cos_min_ratio = 0.125: a share of --lr, which is not given
 scheduler={"type":"WarmupLR","params":{"warmup_num_steps":"x"}}
     fault warmup_num_steps = "x": expected a number
 scheduler={"type":"WarmupLR","params":{"warmup_type":"log"}} | --train-iters 9

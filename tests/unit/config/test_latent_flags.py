@@ -167,6 +167,26 @@ def test_checkpoints_and_files_of_earlier_versions_keep_their_meaning(
         assert read == model
 
 
+@pytest.mark.parametrize(
+    "settings, flags, expected",
+    [
+        ({"rope_scaling_factor": 8.0}, LATENT, ("yarn", 8.0, 4096)),
+        (FORMER | {"rope_scaling_factor": 40.0}, LATENT, ("yarn", 40.0, 8192)),
+        (FORMER | {"rope_type": "yarn"}, LATENT, ("yarn", 8.0, 8192)),
+        (FORMER, "--position-embedding-type yarn", ("yarn", 8.0, 8192)),
+        (FORMER, LATENT, ("rope", None, None)),
+        ({}, "--rope-scaling-factor 8", ("rope", None, None)),
+    ],
+)
+def test_former_defaults_in_a_file_count_where_others_rescale(tmp_path, settings, flags, expected):
+    file = tmp_path / "flags.json"
+    file.write_text(json.dumps({"model": {"position_embedding_type": "rope"} | settings}))
+    read = parse_arguments([*LINE.split(), *flags.split(), "--config", str(file)]).config
+    model = resolve(read, 1, 101).config.model
+    values = model.rope_scaling_factor, model.rope_original_max_position_embeddings
+    assert (model.position_embedding_type, *values) == expected
+
+
 def test_checkpoint_args_fit_the_flags_that_the_run_was_started_with(tmp_path):
     flags = f"{LATENT} --position-embedding-type rope --rotary-scaling-factor 40"
     run = resolved(flags).config

@@ -146,6 +146,14 @@ def test_schedules_and_virtual_stages_that_follow(flags, schedule, virtual):
     assert again.config == found.config and not any(" = " in note for note in again.notes)
 
 
+@pytest.mark.parametrize(
+    "flags", ["@per_virtual 1", "@layout Et|(t|)*6tL", "--pipeline-schedule zero-bubble-v"]
+)
+def test_the_note_on_virtual_stages_names_the_flag_that_decides(flags):
+    reason = f"2: stages on each pipeline rank of {long(flags)}"
+    assert any(note.endswith(reason) for note in pipeline(flags).notes)
+
+
 @settings(max_examples=100)
 @given(
     st.integers(1, 40),

@@ -14,7 +14,7 @@ from config_lines import check_fields, configure, faults, ranked, resolved
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.derive import RunView
+from megatron.config.derive import RunView, condition_text
 from megatron.config.groups import Config
 from megatron.config.options import FIELDS, read_table
 from megatron.config.rules import EXCLUSIONS, field_of, ranges, tables
@@ -39,6 +39,8 @@ RULES = """
     --group-query-attention: set --num-query-groups
 --group-query-attention --num-query-groups 3
     --num-query-groups 3: must divide --num-attention-heads 4
+--num-attention-heads 7 --kv-channels 16 --group-query-attention --num-query-groups 2
+    --num-query-groups 2: must divide --num-attention-heads 7; the nearest that fits is 1
 --num-query-groups 2
     --num-query-groups 2: has no effect without --group-query-attention
 --position-embedding-type rope --rotary-percent 0.2
@@ -76,11 +78,11 @@ RULES = """
 --global-batch-size 15
     must be a multiple of --micro-batch-size 2 x 1 data-parallel rank(s) = 2; the nearest is 16
 --global-batch-size 16 --rampup-batch-size 4 4
-    --rampup-batch-size 4 4: must be three numbers above 0
+    --rampup-batch-size 4 4: must be three numbers above 0: start increment samples
 --global-batch-size 16 --rampup-batch-size 4 3 100
-    start and increment must be multiples of
+    --rampup-batch-size 4 3 100: start and increment must be multiples of
 --global-batch-size 16 --rampup-batch-size 4 8 100
-    --global-batch-size 16 must be the start plus a number of increments
+    --rampup-batch-size 4 8 100: --global-batch-size 16 must be the start plus
 --global-batch-size 16 --step-batch-size-schedule 0:4 1K:8
     --global-batch-size 16: contradicts the last step of --step-batch-size-schedule
 --step-batch-size-schedule 0:5,1K:8 --micro-batch-size 2
@@ -123,6 +125,8 @@ RULES = """
     mla_up_proj is a part of --multi-latent-attention, which is not set; give qkv
 --recompute-layers mlp+full*2
     'full' is none of none, full, core_attn
+--recompute-layers moe*2
+    --recompute-layers moe*2: moe is a part of --num-experts, which is not set; give mlp
 --recompute-layers none*3
     --recompute-layers none*3: covers 3 layers, not --num-layers 2
 4 --tensor-model-parallel-size 4 --checkpoint-activations --hidden-size 34 --micro-batch-size 1 \
@@ -161,12 +165,16 @@ RULES = """
 6 --tensor-model-parallel-size 4
     --pipeline-model-parallel-size 1: does not divide the 6 rank(s) of this job; start 8
 3 --tensor-model-parallel-size 3 --ffn-hidden-size 255
-    --tensor-model-parallel-size 3: must divide --num-attention-heads 4, and divide
+    --tensor-model-parallel-size 3: must divide --num-attention-heads 4; the nearest that fits
+3 --tensor-model-parallel-size 3 --ffn-hidden-size 255 --tiled-mlp 5
+    --tiled-mlp 5: must divide the 32 positions of the sequence that a rank holds
+    --tensor-model-parallel-size 3: must divide --num-attention-heads 4; the nearest that fits
 16 --num-attention-heads 16 --group-query-attention --num-query-groups 8 \
 --tensor-model-parallel-size 16
 12 --num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6 \
 --tensor-model-parallel-size 4
-    and divide --num-query-groups 6 or be a multiple of it; the nearest that fits is 3
+    --tensor-model-parallel-size 4: must divide --num-query-groups 6 or be a \
+multiple of it; the nearest that fits is 3
 
 2 --cuda-graphs --zero-stage 2
     --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move; set
@@ -183,7 +191,9 @@ RULES = """
 @experts --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4
     2 groups of 1 experts hold fewer than --moe-router-topk 4; give 4 or more
 @experts --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01
-    must be one number of 0 or more for each of --moe-router-load-balancing-type
+    must be one number for each of --moe-router-load-balancing-type
+@experts --moe-aux-loss-coeff -1
+    --moe-aux-loss-coeff -1: must be 0 or more
 @experts --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01
     --moe-aux-loss-coeff 0.01: --moe-router-load-balancing-type none has no loss for none; give
 2 @experts --expert-model-parallel-size 4
@@ -198,7 +208,7 @@ RULES = """
 2 --num-experts 1 --expert-model-parallel-size 2
     --expert-model-parallel-size 2: has no effect without --num-experts
 --recompute-granularity selective --recompute-modules moe
-    moe is a part of --num-experts, which is not set; give mlp
+    --recompute-modules moe: moe is a part of --num-experts, which is not set; give mlp
 
 # latent attention
 @latent --rope-type rope --position-embedding-type yarn
@@ -269,7 +279,8 @@ layers evenly, and each rank's must be a multiple of @virtual 1; the nearest is 
 2 --num-layers 2 @pp 2 @layout Et|tL @embedding @per_virtual 1
     @embedding and @per_virtual 1;
 2 --num-layers 3 @pp 2 @layout Et|t|tL
-    @layout Et|t|tL: has 3 layers (t) in 3 stages; it must have --num-layers 3 in @pp 2 x @virtual
+    @layout Et|t|tL: has 3 layers (t) in 3 stages; it must have --num-layers 3 in a \
+multiple of @pp 2 stages
 2 --num-layers 3 @pp 2 @layout Et|tL
     has 2 layers (t) in 2 stages; it must have --num-layers 3 in @pp 2 x @virtual 1 stages
 2 --num-layers 4 @pp 2 @layout Et|t|t|tL @virtual 3
@@ -416,6 +427,17 @@ def test_every_bound_is_a_fault_beyond_it():
             config = configure().with_fields(FIELDS[name].group, **{name: value})
             fault = f"@{name}: must be {bound.text}"
             assert fault in ranges(RunView(config, 1, 101))
+
+
+@pytest.mark.parametrize(
+    "condition, text",
+    [
+        ("optimizer!=adam,sgd", "--optimizer other than adam or sgd"),
+        ("eval_iters>0|profile", "--eval-iters above 0 or --profile"),
+    ],
+)
+def test_conditions_in_messages(condition, text):
+    assert condition_text(condition) == text
 
 
 def test_each_exclusion_of_the_table_is_a_fault():
