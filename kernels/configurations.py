@@ -82,7 +82,7 @@ class KernelLaunch:
     prefetch: int = 1
 
     def launch(self) -> dict[str, int]:
-        """As of Row."""
+        """The warps, as a kernel's call takes them."""
         return {"num_warps": self.num_warps}
 
 

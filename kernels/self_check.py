@@ -91,24 +91,24 @@ def _lines_of_child(variants: Sequence[Variant], device: torch.device) -> tuple[
     """
     request = {"device": str(device), "variants": [asdict(each) for each in variants]}
     lines: list[bytes] = []
-    with (
-        tempfile.TemporaryFile() as log,
-        # without a buffer, in which select would not see a line
-        subprocess.Popen(COMMAND, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=log) as process,
-    ):
-        try:
-            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-                pipe.write(json.dumps(request).encode())
-            for limit in (START_LIMIT_S, *(LIMIT_S for _ in variants)):
-                readable, _, _ = select.select([process.stdout], [], [], limit)
-                if not readable:
-                    return lines, f"no result after {limit:g} s"
-                line = process.stdout.readline()
-                if not line.endswith(b"\n"):
-                    return lines, _reason(process, log)
-                lines.append(line)
-        finally:
-            process.kill()
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as log:
+        stdin.write(json.dumps(request).encode())
+        stdin.seek(0)
+        # without a buffer, in which poll would not see a line
+        process = subprocess.Popen(COMMAND, bufsize=0, stdin=stdin, stdout=PIPE, stderr=log)
+        with process:
+            poll = select.poll()
+            poll.register(process.stdout, select.POLLIN)
+            try:
+                for limit in (START_LIMIT_S, *(LIMIT_S for _ in variants)):
+                    if not poll.poll(1000 * limit):
+                        return lines, f"no result after {limit:g} s"
+                    line = process.stdout.readline()
+                    if not line.endswith(b"\n"):
+                        return lines, _reason(process, log)
+                    lines.append(line)
+            finally:
+                process.kill()
     return lines, ""
 
 

@@ -4,14 +4,13 @@ tries with other rows of the table of configurations.
 The calls of kernels/cases.py run on tensors of the meta device, at the widths and kinds that models
 have, and their launches are recorded. What is compiled of a launch are the types of its arguments,
 the constants, and which pointers and integers are multiples of 16: sizes that seldom are, such as
-numbers of rows, are odd here. The candidates in Gluon are listed with their types.
+numbers of rows, are none here. The candidates in Gluon are listed with their types.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -82,16 +81,20 @@ def _type(value: Any) -> Any:
         return f"*{TYPES[value.dtype]}"
     if isinstance(value, tuple):
         return tuple(map(_type, value))
-    if isinstance(value, (int, float)):
-        return "i32" if isinstance(value, int) else "fp32"
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, int):
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
     return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}>"
 
 
 def _is_divisible(value: Any) -> bool:
-    """Whether Triton compiles for a multiple of 16; torch's allocations are."""
+    """Whether Triton compiles for a multiple of 16."""
     if isinstance(value, Tensor):
-        value = value.storage_offset() * value.element_size()
-    return isinstance(value, int) and value % 16 == 0
+        value = value.data_ptr()  # on the meta device, from the start of its storage
+    return type(value) is int and value % 16 == 0
 
 
 def compiled_from(name: str, kernel: Any, row: Any, given: dict[str, Any]) -> Compiled:
@@ -127,18 +130,24 @@ def compiled_from(name: str, kernel: Any, row: Any, given: dict[str, Any]) -> Co
 
 
 def _launched(call: Call, arch: int) -> list[Compiled]:
-    """The named launches of a call on a GPU of this architecture; none that the table refuses."""
+    """The named launches of a call on a GPU of this architecture, up to one that the table
+    refuses.
+    """
     names, kernel, dtype, settings = call
     launches: list[tuple[Any, Any, dict[str, Any]]] = []
 
     def record(kernel: Any, _: Any, row: Any, *args: Any, **kwargs: Any) -> None:
         launches.append((kernel, row, dict(zip(kernel.arg_names, args)) | kwargs))
 
-    with mock.patch.object(lang, "ARCH_WITHOUT_GPU", arch), suppress(UserError):
-        case = case_of(Variant(kernel, dtype, settings), torch.device("meta"))
-        with lang.launches_to(record):
-            case.call()
-    return [compiled_from(name, *launch) for name, launch in zip(names, launches) if name]
+    with mock.patch.object(lang, "ARCH_WITHOUT_GPU", arch):
+        try:
+            case = case_of(Variant(kernel, dtype, settings), torch.device("meta"))
+            with lang.launches_to(record):
+                case.call()
+        except UserError:
+            names = names[: len(launches)]
+    named = zip(names, launches, strict=True)
+    return [compiled_from(name, *launch) for name, launch in named if name]
 
 
 # The variants of attention that are compiled for each head dimension.

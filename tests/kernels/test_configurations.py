@@ -2,6 +2,7 @@
 that lacks what a row needs is refused.
 """
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from megatron.kernels.attention import unsupported_heads
 from megatron.kernels.attention_launch import Options, configuration
 from megatron.kernels.configurations import FILE, Row, find, index, read, shared_memory
 from megatron.kernels.tools import manifest as gate
-from megatron.kernels.tools import tune
+from megatron.kernels.tools import shipped, tune
 from megatron.kernels.tools.shipped import compilations
 
 ROWS = read(FILE.read_text())
@@ -48,6 +49,30 @@ def test_every_row_is_compiled_and_none_of_its_numbers_is_dead():
                     changes_grid or facts(each) != facts(known[prefix + each.name]) for each in new
                 )
                 assert any(differ), (row, name)
+
+
+def test_every_launch_has_a_name(monkeypatch):
+    call = ("one of two",), "dropout", "bfloat16", {"s": 64, "b": 1, "width": 64}
+    monkeypatch.setattr(shipped, "FAMILIES", {"dropout": lambda arch: [call]})
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        list(compilations(family="dropout"))
+
+
+def test_types_and_alignment_are_tritons():
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    block = TensorDescriptor.from_tensor(torch.empty(64, 64, dtype=torch.bfloat16), [16, 32])
+    off = torch.frombuffer(bytearray(72), dtype=torch.int32, offset=4)
+    values = [block, off, 0.5, False, True, 3, 48, (1 << 31) - 1, 1 << 31, -(1 << 31), -(1 << 40)]
+    for dtype, device in itertools.product(shipped.TYPES, ("cpu", "meta")):
+        tensor = torch.empty(16, dtype=dtype, device=device)
+        values += [tensor, tensor[1:]]
+    for value in values:
+        kind, key = native_specialize_impl(BaseBackend, value, False, True, True)
+        assert shipped._type(value) == kind, value
+        assert shipped._is_divisible(value) == (key == "D"), value
 
 
 def test_a_refused_row_says_why_and_is_one_that_attention_looks_up():

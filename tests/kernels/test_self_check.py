@@ -4,6 +4,8 @@ every rank's.
 """
 
 import logging
+import os
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +114,24 @@ def test_a_child_that_does_not_start_checks_nothing(check):
     assert found["adam"] == (
         "no kernel could be checked: its process ended with exit code 1: CUDA error: out of memory"
     )
+
+
+def test_a_child_that_reads_nothing_is_given_up(monkeypatch):
+    """Though its request is larger than a pipe, and its output has a descriptor that select() does
+    not take.
+    """
+    monkeypatch.setattr(self_check, "COMMAND", (sys.executable, "-c", "import time; time.sleep(9)"))
+    monkeypatch.setattr(self_check, "START_LIMIT_S", 0.1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        found = self_check._lines_of_child([Variant("x" * 70_000, "bfloat16")], CPU)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == ([], "no result after 0.1 s")
 
 
 def test_the_command_starts_a_child():

@@ -3,8 +3,8 @@ tensors of the meta device. The bytes of their storages are counted while it doe
 that it calls are logged (operation_log.py).
 
 The layer's code sees tensors of the device that is planned for (`PlannedDevice`), so that it takes
-the kernels of that device. Nothing is computed and nothing is sent. What an operator allocates
-inside a kernel, its fake allocates too (kernels/).
+the kernels of that device. Nothing is computed and nothing is sent. An operator's own function
+runs, without its launches, so that what it allocates is counted (kernels/lang.py).
 """
 
 from __future__ import annotations
