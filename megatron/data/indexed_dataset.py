@@ -88,12 +88,14 @@ def table_offsets(sequences: int) -> tuple[int, int, int]:
 def _map(path: Path) -> mmap.mmap:
     try:
         with open_regular(path) as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (ValueError, OSError) as error:  # ValueError: an empty file
+            if os.fstat(file.fileno()).st_size > 0:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (InputError, OSError) as error:
         raise DataError(
             f"{path}: cannot be read: {error}; give the prefix of both files, without .bin or "
             ".idx, or make them with tools/preprocess_data.py"
         ) from None
+    raise DataError(f"{path}: the file is empty: cut off, or made from an empty input; {REMAKE}")
 
 
 def _prefetch(mapped: mmap.mmap, begins: np.ndarray, length: int) -> None:

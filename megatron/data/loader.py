@@ -26,7 +26,7 @@ from megatron.data.token_stream import TokenStream, key_of, mix
 
 DEFAULT_SPLIT = "969,30,1"
 EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
-SAMPLES_AT_ONCE = 16  # of which tokens are counted
+SAMPLES_AT_ONCE = 16  # whose tokens are in memory together while they are counted
 MOCK_DOCUMENT = 100  # tokens, its end-of-document included
 
 

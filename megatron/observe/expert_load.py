@@ -24,6 +24,11 @@ def _table(counts: Counts) -> tuple[list[str], np.ndarray, np.ndarray]:
     return layers, table[:, :-1], table[:, -1]
 
 
+def _loads(tokens: np.ndarray) -> np.ndarray:
+    """The tokens of each expert as a multiple of its layer's mean."""
+    return tokens / tokens.mean(1, keepdims=True)
+
+
 def load_metrics(counts: Counts, by_layer: bool) -> dict[str, float]:
     """Metrics of a step: the greatest and the smallest load in any layer, as a multiple of the
     mean, and the share of dropped choices. `by_layer`: also for each layer.
@@ -31,7 +36,7 @@ def load_metrics(counts: Counts, by_layer: bool) -> dict[str, float]:
     layers, tokens, dropped = _table(counts)
     if not layers:
         return {}
-    loads = tokens / tokens.mean(1, keepdims=True)
+    loads = _loads(tokens)
     found = {
         "expert-load-max": float(loads.max()),
         "expert-load-min": float(loads.min()),
@@ -63,7 +68,7 @@ class StarvingExperts:
         starved = [layer for layer, row in zip(layers, empty) if row.any()]
         worst = int(empty.sum(1).argmax())
         without = list(map(str, empty[worst].nonzero()[0]))
-        loads = tokens / tokens.mean(1, keepdims=True)
+        loads = _loads(tokens)
         busiest, expert = np.unravel_index(loads.argmax(), loads.shape)
         logger.warning(
             f"iteration {iteration}: no token went to {len(found)} of the {tokens.size} experts of "

@@ -60,8 +60,8 @@ def readable(ids: list[int], tokenizer: Tokenizer) -> str:
     """Token ids as text, each end of document spelled out on a separate line."""
     parts = []
     for is_end, group in groupby(ids, tokenizer.eod.__eq__):
-        run = list(group)
-        parts.append(f"\n{END}\n" * len(run) if is_end else tokenizer.decode(run))
+        same = list(group)
+        parts.append(f"\n{END}\n" * len(same) if is_end else tokenizer.decode(same))
     return "".join(parts)
 
 

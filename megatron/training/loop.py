@@ -162,13 +162,14 @@ def evaluate_all(run: Run, split: str) -> bool:
     """Evaluate every source of a split, log and track; whether no signal cut it short."""
     # 1. Each source by itself. All ranks leave the loop together: a signal is agreed upon.
     sources = run.data.valid if split == "validation" else run.data.test
+    if split == "validation":
+        run.progress.evaluation_due = False
     several, losses = len(sources) > 1, []
     for name, source in sources.items():
         with _evaluating(run):
             loss = evaluate(run, source, f"{split} {name}")
-        if split == "validation":  # again after a resume, if it was cut short
-            run.progress.evaluation_due = loss is None
         if loss is None:
+            run.progress.evaluation_due = split == "validation"  # evaluate again after a resume
             return False
         losses.append(loss)
         _log_evaluation(run, split, name if several else None, loss, source.bytes_per_token)
@@ -246,7 +247,9 @@ def manual_collection(config: Config) -> Iterator[None]:
 
 @contextmanager
 def paused_for_evaluation(interval: Interval, config: Config) -> Iterator[None]:
-    """Not part of an iteration's time; with a collection before it and one of what it made."""
+    """Excludes an evaluation from the time of iterations; under --manual-gc-eval collects garbage
+    before and after it.
+    """
     collects = config.training.manual_gc and config.training.manual_gc_eval
     with interval.paused():
         if collects:

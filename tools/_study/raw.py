@@ -54,13 +54,13 @@ def read(folder: Path) -> RawRows:
     if not path.exists():
         return found
     for line in read_json_lines(path):
-        kind = line.get("kind")
+        kind, key, repeat = line.get("kind"), line.get("key"), line.get("repeat")
         if kind == "study":
             found = found._replace(header=line)
-        elif kind == "run" and {"key", "repeat"} <= line.keys():
-            found.runs[line["key"], line["repeat"]] = line
-        elif kind == "prediction" and "key" in line:
-            found.predictions[line["key"]] = line
-    if not any(found) and path.stat().st_size:
+        elif kind == "run" and isinstance(key, str) and type(repeat) is int:
+            found.runs[key, repeat] = line
+        elif kind == "prediction" and isinstance(key, str):
+            found.predictions[key] = line
+    if not any(found) and path.read_bytes().strip():
         raise UserError(f"{path}: not the raw rows of a study: no line has a kind")
     return found

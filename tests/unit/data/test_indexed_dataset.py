@@ -135,6 +135,8 @@ def cut(prefix: str, kind: str, size: int) -> None:
 
 DAMAGE = {
     "bin missing": (lambda p: Path(p + ".bin").unlink(), r"x\.bin: cannot be read: No such file"),
+    "bin empty": (lambda p: cut(p, "bin", 0), r"x\.bin: the file is empty: cut off"),
+    "idx empty": (lambda p: cut(p, "idx", 0), r"x\.idx: the file is empty: cut off"),
     "bin cut": (
         lambda p: cut(p, "bin", 15),
         r"x\.bin, byte 15: the file has 15 bytes, its index describes 20: cut off",
@@ -226,6 +228,16 @@ def test_a_sidecar_with_a_value_of_another_type(tmp_path, change, message):
     (tmp_path / "x.json").write_text(json.dumps(sidecar))
     with pytest.raises(DataError, match=rf"x\.json: .*{message}"):
         IndexedDataset(str(tmp_path / "x"))
+
+
+def test_a_sidecar_with_bytes_of_text_alone(tmp_path):
+    """The number of tokens is that of the files."""
+    write(tmp_path / "x", [[1, 2, 3]])
+    sidecar = json.loads((tmp_path / "x.json").read_text())
+    del sidecar["tokens"]
+    sidecar["text_bytes"] = 12
+    (tmp_path / "x.json").write_text(json.dumps(sidecar))
+    assert IndexedDataset(str(tmp_path / "x")).bytes_per_token == 4
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx", "json"])

@@ -150,8 +150,11 @@ def test_rows_of_a_narrow_format_are_held_to_each_other():
 def test_a_torn_line_is_skipped_and_ended(tmp_path):
     (tmp_path / "raw.jsonl").write_text('{"kind": "study", "name": "a"}\n{"kind": "run", "ke')
     raw.append(tmp_path, {"kind": "run", "key": "k", "repeat": 0})
+    raw.append(tmp_path, {"kind": "run", "key": [1], "repeat": 0})
     found = raw.read(tmp_path)
     assert found.header["name"] == "a" and list(found.runs) == [("k", 0)]
+    (tmp_path / "raw.jsonl").write_text("\n")
+    assert not any(raw.read(tmp_path))
     (tmp_path / "raw.jsonl").write_text("nothing\n")
     with pytest.raises(UserError, match="no line has a kind"):
         raw.read(tmp_path)

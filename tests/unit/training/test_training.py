@@ -196,7 +196,18 @@ def test_a_signal_during_evaluation(tmp_path, monkeypatch, whole):
     run(tmp_path, code=85)
     assert newest(tmp_path) == "iter_0000004"
     monkeypatch.undo()
+    # there is nothing to evaluate any more
+    assert start(f"--load {tmp_path} --eval-iters 0 --skip-train") == 0
     assert run(tmp_path) == whole[1]
+
+
+def test_a_signal_in_the_second_of_two_sources(tmp_path, monkeypatch):
+    """The next start evaluates both."""
+    monkeypatch.setattr(prepare, "build_data", with_two_sources(prepare.build_data))
+    signalled = signalling(loop.evaluate, signal.SIGUSR1, after=2)
+    monkeypatch.setattr(loop, "evaluate", signalled)
+    assert run(tmp_path, "--train-iters", 4, code=85)[4]["lm loss validation"] is None
+    assert run(tmp_path, "--train-iters", 4)[4]["lm loss validation"] is not None
 
 
 def test_a_reason_to_exit_from_before_an_evaluation_remains(tmp_path, monkeypatch, capsys):
@@ -401,10 +412,10 @@ def test_a_run_that_ends_between_two_log_lines_loses_no_loss(tmp_path, capsys, f
     assert bool(flags) == any("skipped iterations:   0" not in skips for _, skips in expected)
 
 
-def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monkeypatch, capsys):
-    build = prepare.build_data
+def with_two_sources(build):
+    """`build`, with two sources of validation that differ."""
 
-    def two(*args):
+    def wrapped(*args):
         data = build(*args)
         (source,) = data.valid.values()
         other = dataclasses.replace(source, reader=data.train.reader)
@@ -412,7 +423,11 @@ def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monk
         code = dataclasses.replace(other, weight=0.75, bytes_per_token=2.0)
         return dataclasses.replace(data, valid={"web": web, "code": code})
 
-    monkeypatch.setattr(prepare, "build_data", two)
+    return wrapped
+
+
+def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "build_data", with_two_sources(prepare.build_data))
     run(tmp_path, "--train-iters", 4)
     row = read_metrics(tmp_path)[-1]
     web, code = row["lm loss validation web"], row["lm loss validation code"]
