@@ -1,12 +1,12 @@
 # Sourced by quickstart.sh and test.sh. Sets $root (the checkout) and $python (an interpreter that has the versions of
 # requirements/pinned.txt): the one on PATH if it has them already, else .venv, which is made or repaired here.
-# With lowest_versions=yes it is .venv-floor, with the lowest versions that pyproject.toml allows of what the tests of kernels and layers import.
+# With lowest_versions=yes it is .venv-floor, with the lowest versions that pyproject.toml allows of our dependencies, Triton and what runs the tests.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 lowest_versions=${lowest_versions:-}
 pins="$root/requirements/pinned.txt"
 venv="$root/.venv${lowest_versions:+-floor}"
-# lowest_pins: prints the lower bounds of the packages that the tests of kernels and layers import, as name==version.
+# lowest_pins: prints the lower bounds of our dependencies, of Triton and of what runs the tests, as name==version.
 lowest_pins() {
     grep -oE '"(torch|numpy|xxhash|PyYAML|Jinja2|triton|pytest|hypothesis)>=[0-9.]+' "$root/pyproject.toml" | sed 's/^"//; s/>=/==/'
 }

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     folder_of_run = folders[0] if len(folders) == 1 else Path()
     output = Path(arguments.output) if arguments.output else folder_of_run / "report.html"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
+    output.write_text(text + "\n", encoding="utf-8")
     print(f"report: {output}")
     if judged is not None:
         print(judged.text)

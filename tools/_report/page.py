@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from markupsafe import Markup
 from megatron.tools._report import picture
 from megatron.tools._report.curves import (
     COLOURS,
@@ -23,7 +22,7 @@ from megatron.tools._report.curves import (
     lives,
     table_of_axes,
 )
-from megatron.tools._report.markup import HERE, MACROS, render
+from megatron.tools._report.markup import HERE, MACROS, Markup, render
 from megatron.tools._report.metric_names import METRICS
 from megatron.tools._report.runs import (
     KINDS,
@@ -80,7 +79,7 @@ def page(
     )
 
 
-def named(runs: list[LoggedRun]) -> list[Markup]:
+def run_names(runs: list[LoggedRun]) -> list[Markup]:
     """The name of each run next to its colour."""
     return [MACROS.swatch(number, run) for number, run in enumerate(runs)]
 
@@ -141,7 +140,7 @@ def final_values(runs: list[LoggedRun]) -> dict[str, Any]:
     labels = [label for label in columns[0] if any(column[label] is not None for column in columns)]
     rows = [
         [name, *(column[label] or "-" for label in labels)]
-        for name, column in zip(named(runs), columns, strict=True)
+        for name, column in zip(run_names(runs), columns, strict=True)
     ]
     return {"labels": labels, "rows": rows}
 
@@ -149,7 +148,7 @@ def final_values(runs: list[LoggedRun]) -> dict[str, Any]:
 def predictions(runs: list[LoggedRun]) -> Rows:
     """Predicted next to measured step time, of the runs that logged a prediction."""
     rows = []
-    names = named(runs) if len(runs) > 1 else ["time of an iteration"]
+    names = run_names(runs) if len(runs) > 1 else ["time of an iteration"]
     for name, run in zip(names, runs, strict=True):
         predicted, measured = last(run.rows, PREDICTED), median(run.rows, "iteration-time")
         if predicted is not None and measured is not None:
@@ -167,15 +166,13 @@ def judge(rows: list[Metrics], expected: float, tolerance: float | None) -> Judg
         fix = "the run has not been evaluated (see --eval-interval and --eval-iters)"
         return Judgement(False, f"validation loss: expected {expected:.4f}, got none: {fix}", "bad")
     is_good = math.isfinite(got) and (tolerance is None or abs(got - expected) <= tolerance)
-    margin = verdict = kind = ""
-    if tolerance is not None:
-        margin, verdict = f" ± {tolerance:g}", ": as expected" if is_good else ": NOT as expected"
-        kind = "ok"
-    text = (
-        f"validation loss: expected {expected:.4f}{margin}, got {got:.4f} (difference "
-        f"{got - expected:+.4f}){verdict}"
-    )
-    return Judgement(is_good, text, kind if is_good else "bad")
+    found = f"got {got:.4f} (difference {got - expected:+.4f})"
+    if tolerance is None:
+        text = f"validation loss: expected {expected:.4f}, {found}"
+        return Judgement(is_good, text, "" if is_good else "bad")
+    verdict, kind = ("as expected", "ok") if is_good else ("NOT as expected", "bad")
+    text = f"validation loss: expected {expected:.4f} ± {tolerance:g}, {found}: {verdict}"
+    return Judgement(is_good, text, kind)
 
 
 # ---- charts
@@ -194,13 +191,13 @@ def curves_section(runs: list[LoggedRun]) -> dict[str, Any]:
         "strength": strength,
         "looks": [look(number) for number in range(len(runs))],
         "flags": [legend_flags(differ, number) for number in range(len(runs))],
-        "shown": drawn(shown, 0, runs, life),
+        "shown": chart_contents(shown, 0, runs, life),
         "absent": [
             f"{chart.title} ({chart.metrics[0][0]} was not logged)"
             for chart in shown
             if not chart.drawn
         ],
-        "further": drawn(further, len(shown), runs, life),
+        "further": chart_contents(further, len(shown), runs, life),
         "script": Markup((HERE / "page.js").read_text(encoding="utf-8")),
         "data": Markup(text.replace("<", "\\u003c")),  # no end of the script
     }
@@ -225,7 +222,7 @@ def legend_flags(differ: list[tuple[str, list[str]]], run: int) -> str:
     )
 
 
-def drawn(
+def chart_contents(
     some: list[Chart], first: int, runs: list[LoggedRun], life: float
 ) -> list[dict[str, Any]]:
     """The charts that have curves, with their pictures; `first`: the number of the first in the
@@ -331,7 +328,7 @@ def events_section(runs: list[LoggedRun]) -> dict[str, Any]:
     kinds = {kind: name for kind, name in KINDS.items() if any(own[kind] for own in counts)}
     rows = [
         [name, *(f"{own[kind]:,}" for kind in kinds)]
-        for name, own in zip(named(runs), counts, strict=True)
+        for name, own in zip(run_names(runs), counts, strict=True)
     ]
     summary = ", ".join(f"{name} {counts[0][kind]:,}" for kind, name in kinds.items())
     return {"kinds": kinds, "counts": rows, "summary": summary, "most_events": MOST_EVENTS}
@@ -340,7 +337,7 @@ def events_section(runs: list[LoggedRun]) -> dict[str, Any]:
 def differences_section(runs: list[LoggedRun]) -> dict[str, Any]:
     """What the configurations of several runs differ in."""
     return {
-        "names": named(runs),
+        "names": run_names(runs),
         "unknown": [run.name for run in runs if run.config is None],
         "differences": [[name, *values] for name, values in differences(runs)],
     }

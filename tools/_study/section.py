@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from markupsafe import Markup, escape
-from megatron.tools._report.markup import render
+from megatron.tools._report.markup import Markup, render
 from megatron.tools._study import raw
 from megatron.tools._study.chart import draw
 from megatron.tools._study.table import cells_of, failures_of, summary
@@ -44,5 +43,5 @@ def study_section(folder: Path) -> Markup:
 
 def emphasised(note: str) -> Markup:
     """A note's Markdown, in which only **this** and *this* mean something, as HTML."""
-    bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", str(escape(note)))
+    bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", str(Markup.escape(note)))
     return Markup(re.sub(r"\*(.+?)\*", r"<i>\1</i>", bold))

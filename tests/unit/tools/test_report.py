@@ -58,6 +58,7 @@ def test_the_page_holds_curves_figures_and_configuration(tmp_path, capsys):
     run = folder(tmp_path, config={"config": {"model": {"num_layers": 7, "name": "<b>"}}})
     assert report.main([run]) == 0
     page = (tmp_path / "report.html").read_text()
+    assert page.endswith("</html>\n")
     assert page.count("class=picture") == 5
     shown = "nats per token;Learning rate;tokens/s;GiB;validation;restart;12,800;4.5000"
     for text in ("Training report", "model.num_layers", *shown.split(";")):
