@@ -409,7 +409,7 @@ def rounds(
     name: str, work: Work, peers: list[str], folder: Path, start: Path, rule: Rule, runs: list[dict]
 ) -> Iterator[int]:
     """Measure one setting round by round until every peer has enough counted pairs, at most three
-    times as many, or the time of the rule is over; appends to runs.
+    times as many, or the time of the rule is over; appends each run to runs, then yields its round.
 
     `folder` holds the peers' environments; the folder `start` is written first.
     """
@@ -419,7 +419,6 @@ def rounds(
         turn = index % len(order)
         for who in order[turn:] + order[:turn]:
             if time.monotonic() > rule.until:
-                yield index
                 return
             wait_until_quiet(rule.quiet)
             try:
@@ -439,7 +438,7 @@ def rounds(
                 ),
                 flush=True,
             )
-        yield index
+            yield index
         if all(len(rule.counted(runs, name, peer)) >= rule.pairs for peer in order[1:]):
             return
 
@@ -658,7 +657,7 @@ def measure(args: argparse.Namespace) -> None:
                 name, work, args.against, args.peers, Path(folder) / "start", rule, document["runs"]
             ):
                 document["rows"] = summary(document["runs"], settings, rule)
-                if args.out:  # after every round: an interrupted measurement keeps what it has
+                if args.out:  # after every run: an interrupted measurement keeps what it has
                     args.out.parent.mkdir(parents=True, exist_ok=True)
                     args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document["rows"]))

@@ -3,7 +3,11 @@ torch.compile. Run by benchmarks/training.py on a GPU; 0.2.2 is the last version
 
 The parts that torchtitan lets a model exchange are ours: tokens and schedule of the learning rate
 are those of the work. Activation checkpointing, logging and saving are off. Shims: what is logged
-is kept instead of printed; for a rehearsal, that a CPU is a device.
+is kept instead of printed; for a rehearsal, that a CPU is a device:
+
+    PYTHONPATH=FOLDER python torchtitan_train.py START --steps 6 --warmup 2 --lr_warmup 2
+
+with torchtitan 0.2.2 in FOLDER and START written by start.py.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import os
 import tempfile
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 
 import numpy as np
@@ -93,7 +97,9 @@ def register(work: Work, tokens: Tensor) -> None:
     register_train_spec("work", spec)
 
 
-def rates_of(work: Work):
+def rates_of(work: Work) -> Callable[..., LRSchedulersContainer]:
+    """What builds the work's learning rates."""
+
     def build(optimizers: OptimizersContainer, *_: object) -> LRSchedulersContainer:
         def share(step: int) -> float:
             # it asks once more behind the last step
@@ -104,9 +110,10 @@ def rates_of(work: Work):
     return build
 
 
-def config_of(work: Work) -> JobConfig:
+def config_of(work: Work, folder: str) -> JobConfig:
+    """The work in torchtitan's terms; what it writes goes into the folder."""
     config = JobConfig()
-    config.job.dump_folder = tempfile.mkdtemp()
+    config.job.dump_folder = folder
     config.model.name = config.model.flavor = "work"
     config.optimizer.lr, config.optimizer.beta2, config.optimizer.weight_decay = work.lr, 0.95, 0.1
     config.training.local_batch_size = work.micro_batch
@@ -148,15 +155,16 @@ def main() -> None:
     torch.set_num_threads(work.threads)
     os.environ |= {**ALONE, "MASTER_PORT": "0"}
     register(work, tensor_of(start, "tokens"))
-    trainer = Trainer(config_of(work))
-    load(trainer.model_parts[0], start, work)
     losses: list[float] = []
-    trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
-    # its container of one optimizer counts as another one
-    clock = StepClock(optimizers=2)
-    trainer.train()
-    parameters = sum(p.numel() for p in trainer.model_parts[0].parameters())
-    trainer.close()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config_of(work, folder))
+        load(trainer.model_parts[0], start, work)
+        trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
+        # its container of one optimizer counts as another one
+        clock = StepClock(optimizers=2)
+        trainer.train()
+        parameters = sum(p.numel() for p in trainer.model_parts[0].parameters())
+        trainer.close()
     report(work, clock, losses, parameters, {"torchtitan": version("torchtitan")})
 
 

@@ -8,11 +8,11 @@ of WORDS entries learned from every tenth line. Prints what it took as a JSON ob
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
-import sysconfig
 from collections.abc import Iterator
+from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,24 +22,26 @@ MOST = 1 << 20  # bytes of a file: longer ones are tables
 
 
 def sources(megabytes: int) -> Iterator[str]:
-    """The text of different files, in an order that is theirs alone, until so much is reached."""
-    root = Path(sysconfig.get_paths()["purelib"])
-    by_digest = {}
-    for path in sorted(root.rglob("*.py")):
-        if 0 < path.stat().st_size <= MOST:
-            content = path.read_bytes()
-            by_digest[hashlib.sha256(content).hexdigest()] = content
-    left = megabytes * 1_000_000
-    for digest in sorted(by_digest):
+    """The text of different files, in an order of their names' digests, until so much is reached."""
+    packages = Path(find_spec("torch").origin).parents[1]
+    by_name = {str(path.relative_to(packages)): path for path in packages.rglob("*.py")}
+    seen, left = set(), megabytes * 1_000_000
+    for name in sorted(by_name, key=lambda name: sha256(name.encode()).digest()):
         if left <= 0:
             return
-        text = by_digest[digest].decode("utf-8", errors="replace")
-        left -= len(text)
-        yield text
+        if not by_name[name].is_file() or by_name[name].stat().st_size > MOST:
+            continue
+        content = by_name[name].read_bytes()
+        digest = sha256(content).digest()
+        if content and digest not in seen:
+            seen.add(digest)
+            text = content.decode("utf-8", errors="replace")
+            left -= len(text)
+            yield text
 
 
 def learn(texts: list[str], words: int) -> Tokenizer:
-    """A byte-level BPE whose last entry ends a document."""
+    """A byte-level BPE whose first entry ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,12 +56,17 @@ def learn(texts: list[str], words: int) -> Tokenizer:
 def main(words: list[str]) -> int:
     folder = Path(words[0])
     folder.mkdir(parents=True, exist_ok=True)
-    texts = list(sources(int(words[1])))
+    megabytes = int(words[1])
+    texts = list(sources(megabytes))
+    found = sum(map(len, texts))
+    if found < 500_000 * megabytes:
+        print(f"{found} characters of {megabytes} MB are there", file=sys.stderr)
+        return 1
     with open(folder / "text.jsonl", "w") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
     learn(texts[::10], int(words[2])).save(str(folder / "tokenizer.json"))
-    digest = hashlib.sha256("".join(texts).encode()).hexdigest()
-    print(json.dumps({"files": len(texts), "characters": sum(map(len, texts)), "sha256": digest}))
+    digest = sha256("".join(texts).encode()).hexdigest()
+    print(json.dumps({"files": len(texts), "characters": found, "sha256": digest}))
     return 0
 
 

@@ -165,7 +165,9 @@ def test_a_window_ends_in_time_and_leaves_out_a_peer_that_fails(
     work, runs = tool.SETTINGS["125M on a GPU"], []
     until = time.monotonic() + window
     rule = tool.Rule(7, math.inf, "tokens_per_second", until, drops_failing=True)
-    assert list(tool.rounds("gpu", work, ["plain loop", "Liger"], tmp_path, tmp_path, rule, runs))
+    peers = ["plain loop", "Liger"]
+    yielded = list(tool.rounds("gpu", work, peers, tmp_path, tmp_path, rule, runs))
+    assert len(yielded) == len(runs)  # after every run, so that each can be written down
     assert len(rule.counted(runs, "gpu", "plain loop")) == rounds
     assert "Liger" not in {run["who"] for run in runs}
 
