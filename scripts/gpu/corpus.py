@@ -22,7 +22,7 @@ MOST = 1 << 20  # bytes of a file: longer ones are tables
 
 
 def sources(megabytes: int) -> Iterator[str]:
-    """The text of different files, in an order of their names' digests, until so much is reached."""
+    """The text of different files, in the order of digests of their names, up to a size."""
     packages = Path(find_spec("torch").origin).parents[1]
     by_name = {str(path.relative_to(packages)): path for path in packages.rglob("*.py")}
     seen, left = set(), megabytes * 1_000_000
