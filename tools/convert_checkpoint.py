@@ -287,8 +287,10 @@ def _given_fields(config: str, vocab_size: int | None) -> dict[str, Any]:
 def _padding_note(vocab_size: int | None, rows: int) -> tuple[str, ...]:
     if vocab_size:
         return ()
-    note = f"all {rows} rows of the vocabulary are kept, padding too; --vocab-size N keeps"
-    return (f"note: {note} the first N",)
+    return (
+        f"note: all {rows} rows of the vocabulary are kept, padding too; --vocab-size N keeps the "
+        "first N",
+    )
 
 
 def open_deepspeed(

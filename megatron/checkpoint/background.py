@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ class Background:
         self.memory = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
         self.process: subprocess.Popen | None = None
         self.pipe: Connection | None = None
-        # of what the process does, once that is over
+        # the result or the error of the last command, None while it is being carried out
         self.outcome: JsonObject | Exception | None = DONE
+        self.explain: Callable[[Exception], str] = str  # the message when the process dies
 
     def start(self) -> None:
         """Start the process unless it runs; return when it is safe from signals and tied to this
@@ -73,7 +75,7 @@ class Background:
         self.result()
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process, whatever it is doing."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -90,7 +92,8 @@ class Background:
             raise
 
     def call(self, do: str, **arguments: Any) -> None:
-        """Have the process carry out one of COMMANDS; an error to start it is the outcome."""
+        """Have the process carry out one of COMMANDS. An error when starting it is the outcome."""
+        self.explain = partial(not_saved, Path(arguments["root"]), arguments["iteration"])
         try:
             self.start()
         except (CheckpointError, OSError) as error:
@@ -99,7 +102,7 @@ class Background:
             self.send({"do": do, **arguments})
 
     def send(self, message: JsonObject) -> None:
-        """Something that the process answers."""
+        """Send the process a message that it answers."""
         if not isinstance(self.outcome, Exception):
             self.outcome = None
             with suppress(OSError):  # the process is gone, which `is_done` sees
@@ -111,7 +114,7 @@ class Background:
             try:
                 answer = json.loads(self.pipe.recv_bytes())
             except (EOFError, OSError):
-                answer = {"error": self._gone()}
+                answer = {"error": self.explain(self._gone())}
             if "log" in answer:
                 logger.log(*answer["log"])
             else:
@@ -120,21 +123,23 @@ class Background:
         return self.outcome is not None
 
     def result(self) -> Any:
-        """Wait for it; what it is, None where nothing was asked for."""
+        """Wait for the process and return its result (None when nothing was asked for). Raises the
+        error that is the outcome.
+        """
         self.is_done(wait=True)
         outcome, self.outcome = self.outcome, DONE
         if isinstance(outcome, Exception):
             raise outcome
         return outcome["result"]
 
-    def _gone(self) -> str:
+    def _gone(self) -> CheckpointError:
         code = self.process.wait()
         why = f"ended with exit code {code}"
         if code < 0:
             why = f"was killed by signal {-code} ({signal.Signals(-code).name})"
         if code == -signal.SIGKILL:
             why += "; when that was for lack of memory, give --async-save-host-memory"
-        return f"the process that writes checkpoints {why}"
+        return CheckpointError(f"the process that writes checkpoints {why}")
 
 
 # ---- the process ---------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ def serve(pipe: int) -> None:
                 answer = {"result": COMMANDS[command.pop("do")](trainer, **command)}
             except CheckpointError as error:
                 answer = {"error": str(error)}
-            except (OSError, MemoryError, ValueError) as error:  # also of an empty file
+            except (OSError, MemoryError) as error:
                 answer = {"error": not_saved(Path(command["root"]), command["iteration"], error)}
             _send(trainer, answer)
 
@@ -203,10 +208,11 @@ def _write(
     record: JsonObject | None = None,
 ) -> JsonObject:
     """Write a shard with the `size` bytes of the file `source`; return its entry in the manifest.
-    Raises CheckpointError where that is not what `record`, its entry in another one, specifies.
+    With `record`, its entry in the manifest of the local tier, `source` is the file there; raises
+    CheckpointError when it is damaged.
     """
     what = f"the local copy of {shard_file(index)}"
-    header, data = split_header(_waves(trainer, source, size), what)
+    header, data = split_header(_waves(trainer, source, size, record is None), what)
     progress = WriteProgress(iteration, size, rate)
     written = write_shard_file(Path(folder), index, header, data, verify=verify, progress=progress)
     if record is not None and not written.items() <= record.items():
@@ -214,17 +220,21 @@ def _write(
     return written
 
 
-def _waves(trainer: Connection, source: str, size: int) -> Iterator[memoryview]:
-    """The `size` bytes of a shard, as the trainer announces them: each wave begins at the start of
-    the file `source`, and is answered when it has been taken, but for the last one.
+def _waves(trainer: Connection, source: str, size: int, is_memory: bool) -> Iterator[memoryview]:
+    """Yield the `size` bytes of a shard in the waves that the trainer announces. Each wave begins
+    at the start of the file `source`, and each but the last one is answered when it was taken.
     """
     while size:
         wave = json.loads(trainer.recv_bytes())["bytes"]
         size -= wave
-        with open(source, "rb") as file:
-            memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        for start in range(0, wave, m.CHUNK):
-            yield memory[start : min(start + m.CHUNK, wave)]
+        with open(source, "rb", buffering=0) as file:
+            if is_memory:
+                memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                for start in range(0, wave, m.CHUNK):
+                    yield memory[start : min(start + m.CHUNK, wave)]
+            else:  # a mapped file that shrinks, or that the disk cannot read, kills the process
+                while piece := file.read(m.CHUNK):
+                    yield memoryview(piece)
         if size:
             _send(trainer, DONE)
 

@@ -110,11 +110,13 @@ class StoredTensor:
     @property
     def pieces(self) -> list[Piece]:
         dims = len(self.shape)
-        rows = zip(*[iter(self.rows)] * (2 + 2 * dims))
-        return [
-            Piece(tuple(box[:dims]), tuple(box[dims:]), self.shards[number], start)
-            for number, start, *box in rows
-        ]
+        width = 2 + 2 * dims
+        pieces = []
+        for at in range(0, len(self.rows), width):
+            number, start, *box = self.rows[at : at + width]
+            shard = self.shards[number]
+            pieces.append(Piece(tuple(box[:dims]), tuple(box[dims:]), shard, start))
+        return pieces
 
 
 class Index:

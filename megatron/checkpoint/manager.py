@@ -144,7 +144,7 @@ class CheckpointManager:
         self.root = Path(self.root)
         # iterations that were there before this run, on the first rank
         self.before = list_iterations(self.root) if self.ranks.first else []
-        # the save under way, which waits at each `yield` until all ranks have come so far
+        # the save in progress, which waits at each `yield` until all ranks have reached it
         self.pending: Generator[None] | None = None
         self.phase = -1  # of it: the number of the `yield`
         self.went_well = True  # the last save
@@ -186,8 +186,8 @@ class CheckpointManager:
     def _phases(
         self, iteration: int, pairs: Pairs, state: JsonObject, replicas: DesyncCheck | None
     ) -> Generator[None]:
-        """A save: the parts of it in which training waits. Raises UserError on every rank where
-        anything prevents it on one.
+        """The phases of a save, during each of which training waits. Raises UserError on every rank
+        when anything prevents the save on one.
         """
         # 1. What has diverged is not saved; the local tier comes first.
         if replicas is not None and self.staging is None:
@@ -297,11 +297,13 @@ class CheckpointManager:
         return self.went_well
 
     def close(self) -> None:
-        """End the writer process, if there is one, whatever it does."""
+        """Kill the writer process, if there is one, and abandon the save in progress."""
         if self.background is not None:
             self.background.close()
-        if self.pending is not None:
-            self.pending.close()
+        saving, self.pending = self.pending, None
+        if saving is not None:
+            saving.close()
+            self.went_well = False
 
     def _is_done(self, *, wait: bool) -> bool:
         """Whether this rank's part of the phase is over."""

@@ -149,8 +149,11 @@ def _entry(key: str, value: JsonObject, shapes: Shapes, start: int) -> Entry:
     stop = start + math.prod(extent) * ITEM_BYTES[dtype]
     if (first, last) != (start, stop):
         raise ValueError(f"{key}: lies at bytes {first} to {last}, not at {start} to {stop}")
-    if not len(shape) == len(offset) == len(extent) or start % ITEM_BYTES[dtype]:
-        raise ValueError(f"{key}: its dimensions or its alignment are wrong")
+    if not len(shape) == len(offset) == len(extent):
+        found = f"offset {list(offset)}, extent {list(extent)}, shape {list(shape)}"
+        raise ValueError(f"{key}: not of the same number of dimensions: {found}")
+    if start % ITEM_BYTES[dtype]:
+        raise ValueError(f"{key}: byte {start} is not a multiple of {ITEM_BYTES[dtype]}")
     return Entry(name, shape, dtype, offset, extent, start)
 
 
@@ -273,14 +276,15 @@ def _check_content(content: JsonObject) -> None:
     if (found, version) != (FORMAT, VERSION):
         known = f"this program reads {FORMAT!r} version {VERSION}"
         raise ValueError(f"format {found!r} version {version!r}; {known}")
-    superseded, shards = content.get("left", {}), content["shards"]
-    if not fits(content, CONTENT) or not shards or not texts(superseded):
+    superseded = content.get("left", {})
+    if not fits(content, CONTENT) or not content["shards"] or not texts(superseded):
         raise ValueError("iteration, attempt, shards, state or left are not what they should be")
     if any(int(later) <= content["iteration"] for later in superseded):
         raise ValueError("left is not of later iterations")
     # Names are derived, never followed: a manifest cannot point outside its folder.
-    if [shard["file"] for shard in shards] != [shard_file(index) for index in range(len(shards))]:
-        raise ValueError("the names of the shards are not those of this format")
+    for index, shard in enumerate(content["shards"]):
+        if not fits(shard, SHARD) or shard["file"] != shard_file(index):
+            raise ValueError(f"the name, size or digest of shard {index} is malformed")
 
 
 SHARD = {
@@ -288,7 +292,7 @@ SHARD = {
     "bytes": integer,
     "table_digest": lambda value: type(value) is str and re.fullmatch("[0-9a-f]{32}", value),
 }
-CONTENT = {"iteration": integer, "attempt": str, "created": str, "shards": [SHARD], "state": dict}
+CONTENT = {"iteration": integer, "attempt": str, "created": str, "shards": list, "state": dict}
 
 
 def table_digest(raw: bytes) -> str:

@@ -176,21 +176,21 @@ class LocalCheckpoints:
         """
         nodes = self.own
         sizes = nodes.ranks.gather_or_raise(lambda: own_bytes)
+        one = kept_bytes(nodes.members, sizes, self.redundancy)[nodes.index]
         count = NUM_KEPT + 1 + flushes
-        needed = count * kept_bytes(nodes.members, sizes, self.redundancy)[nodes.index]
 
         def check() -> None:
             own = _size(nodes.run_folder)
             free = shutil.disk_usage(nodes.root).free + own
-            if needed <= free:
+            if count * one <= free:
                 return
             fix = ", or --local-redundancy none" if self.redundancy != "none" else ""
             raise CheckpointError(
                 f"--local-checkpoint-dir {nodes.root} on {nodes.host}: {count} checkpoints "
-                f"({NUM_KEPT} kept, {count - NUM_KEPT} being written) need {needed / GIB:.3g} GiB, "
-                f"and {free / GIB:.3g} GiB are free (other runs have "
-                f"{(_size(nodes.root) - own) / GIB:.3g} GiB there). Remove run-* no longer needed, "
-                f"give a larger folder{fix}"
+                f"({NUM_KEPT} kept, {count - NUM_KEPT} being written) of {one / GIB:.3g} GiB each "
+                f"need {count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free (other runs "
+                f"have {(_size(nodes.root) - own) / GIB:.3g} GiB there). Remove run-* no longer "
+                f"needed, give a larger folder{fix}"
             )
 
         nodes.ranks.gather_or_raise(lambda: check() if nodes.first else None)
@@ -385,14 +385,24 @@ class Found:
         self.records = self.content["shards"] + self.content.get("parities", [])
         self.shards = range(len(self.content["shards"]))
         self.stripes = stripes_in(self.content["shards"], self.content.get("sets", []))
-        whole = nodes.ranks.gather_or_raise(self._whole_files if has[nodes.index] else list)
-        self.held = [set().union(*(whole[rank] for rank in ranks)) for ranks in nodes.members]
+        self.held = self._by_node(self._listed_files if has[nodes.index] else list)
+        if not self.lost:  # else reading the files is for nothing
+            self.held = self._by_node(self._whole_files)
+
+    def _by_node(self, part: Callable[[], list[int]]) -> list[set[int]]:
+        """The files that the ranks of each node return."""
+        files = self.nodes.ranks.gather_or_raise(part)
+        return [set().union(*(files[rank] for rank in ranks)) for ranks in self.nodes.members]
+
+    def _listed_files(self) -> list[int]:
+        numbers = range(len(self.records))
+        return [number for number in numbers if os.path.exists(self.folder / shard_file(number))]
 
     def _whole_files(self) -> list[int]:
-        """Of this rank's share of the files those that its node has; every byte is read."""
+        """This rank's share of the node's files without the damaged ones; every byte is read."""
         whole = []
-        num_ranks = len(self.nodes.members[self.nodes.index])
-        for number in range(self.nodes.place, len(self.records), num_ranks):
+        listed = sorted(self.held[self.nodes.index])
+        for number in listed[self.nodes.place :: len(self.nodes.members[self.nodes.index])]:
             with suppress(CheckpointError, OSError):
                 verify_shard(self.folder, number, self.records[number])
                 whole.append(number)
@@ -495,7 +505,7 @@ def restore(found: Found, *, copies: bool) -> bool:
 
 def _replacements(found: Found, copies: bool) -> list[Stream]:
     """The files that `restore` makes."""
-    # 1. The files that go to one node, and those that it should rather not have.
+    # 1. The files that go to one node, and those that are preferably on other nodes.
     missing = found.missing
     tasks: list[tuple[set[int | None], Makers]] = []
     for stripe in found.stripes:
@@ -579,14 +589,14 @@ class LocalCheckpoint(Checkpoint):
         ]
         if not streams:
             return 0
+        here = [each for each in streams if each.to in nodes.members[nodes.index]]
 
         # 2. From now on they are read from here.
         attempt = self._attempt = self.found.attempt("read").__enter__()
+        attempt.gather_or_raise(lambda: self._require_space(sum(each.size for each in here)))
         attempt.make(streams, self.found.records, self.found.reader, self.path)
-        for each in streams:
-            if each.to in nodes.members[nodes.index]:
-                shard = self.shards[each.number]
-                self.shards[each.number] = replace(shard, folder=attempt.folder)
+        for each in here:
+            self.shards[each.number] = replace(self.shards[each.number], folder=attempt.folder)
         return sum(stream.size for stream in streams)
 
     def _lacking(self, boxes: Iterable[Box]) -> list[int]:
@@ -598,6 +608,16 @@ class LocalCheckpoint(Checkpoint):
             for piece, *_ in self.overlaps(box)
         }
         return sorted(needed - self.found.held[self.nodes.index])
+
+    def _require_space(self, size: int) -> None:
+        free = shutil.disk_usage(self.nodes.root).free
+        if size > free:
+            raise CheckpointError(
+                f"--local-checkpoint-dir {self.nodes.root} on {self.nodes.host}: on this layout "
+                f"its ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
+                f"{free / GIB:.3g} GiB are free: free space, start with the layout and nodes of "
+                f"before, or {FROM_LOAD}"
+            )
 
     def _instead(self) -> str:
         return FROM_LOAD

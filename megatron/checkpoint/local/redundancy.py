@@ -165,8 +165,8 @@ class Stripe:
         return Stream(self.shards[place], to, runs)
 
     def replacements(self, missing: set[int]) -> Iterator[tuple[set[int | None], Makers]]:
-        """For each place the other files of the stripe, which had better be on other nodes, and how
-        a rank makes the files of this place that are `missing`.
+        """For each place yield the other files of the stripe, which are preferably on other nodes,
+        and how a rank makes the files of this place that are `missing`.
         """
         blocks = range(self.first, self.first + len(self.shards))
         for place, (shard, block) in enumerate(zip(self.shards, blocks)):

@@ -135,6 +135,14 @@ def restart(
     return found.iteration, faults, lines, fetched
 
 
+def num_verified(root: Path, each: int) -> int:
+    """How many files this rank verifies at a restart."""
+    counted = mock.Mock(wraps=checkpoints.verify_shard)
+    with mock.patch.object(checkpoints, "verify_shard", counted):
+        newest_local(join(root, each), 0, copies=False)
+    return counted.call_count
+
+
 @contextlib.contextmanager
 def no_room(number: int = errno.ENOSPC) -> Iterator[None]:
     """For a copy of another rank's shard, or for a block; or another error."""
@@ -251,7 +259,9 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
         Nodes, "run_folder", property(lambda self: self.root / "run")
     ),
     "damaged on the way": _damaged_pieces,
-    "a full node": no_room,
+    "a full node": lambda: mock.patch.object(
+        checkpoints.shutil, "disk_usage", lambda path: mock.Mock(free=0)
+    ),
     "XOR groups of three": lambda: mock.patch.object(redundancy, "XOR_GROUP", 3),
 }
 

@@ -202,7 +202,17 @@ def header(change, data: int = 8) -> bytes:
         (lambda h: h.pop("b@0"), "end at byte 4"),
         (lambda h: h["a@0"].pop("shape"), "KeyError: 'shape'"),
         (lambda h: h.update({"a@-1": h.pop("a@0")}), "'a@-1' is not of the form name@offsets"),
-        (lambda h: h.update({"a@0,0": h.pop("a@0")}), "a@0,0: its dimensions"),
+        (
+            lambda h: h.update({"a@0,0": h.pop("a@0")}),
+            r"dimensions: offset \[0, 0\], extent \[1\], shape \[1\]",
+        ),
+        (
+            lambda h: (
+                h["a@0"].update(dtype="BF16", data_offsets=[0, 2]),
+                h["b@0"].update(data_offsets=[2, 6]),
+            ),
+            "b@0: byte 2 is not a multiple of 4",
+        ),
     ],
 )
 def test_malformed_headers(tmp_path, change, text):
@@ -307,11 +317,14 @@ def state(change):
 
 
 FORGED = [
-    *((lambda c, n=name: c["shards"][0].update(file=n), "") for name in ("../../x", "/etc/y", 7)),
+    *(
+        (lambda c, n=name: c["shards"][0].update(file=n), "the name, size or digest of shard 0 is")
+        for name in ("../../x", "/etc/y", 7)
+    ),
     (lambda c: c.update(version=2), "format 'sharded-safetensors' version 2"),
     (lambda c: c.update(shards=[]), ""),
     (lambda c: c.pop("state"), ""),
-    (lambda c: c["shards"][1].update(table_digest="00"), ""),
+    (lambda c: c["shards"][1].update(table_digest="00"), "digest of shard 1 is"),
     (lambda c: c.update(left={"2": "0" * 16}), "left is not of later iterations"),
     (lambda c: c.update(left={"9": 7}), ""),
     (lambda c: c["shards"][1].update(bytes=None), ""),

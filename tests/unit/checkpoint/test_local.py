@@ -19,6 +19,7 @@ from local_cases import (
     found_nodes,
     join_on,
     newest_of_both,
+    num_verified,
     prepared,
     restart,
     save,
@@ -229,6 +230,15 @@ def test_damage_is_a_loss(job, tmp_path, redundancy, damaged, comes_back):
     assert (nodes.files() == before) == comes_back
 
 
+def test_ranks_share_the_reading_and_a_lost_checkpoint_is_not_read(job):
+    nodes = job(4, 2)
+    nodes.save(1, 7, "xor")  # every rank has a shard and a block
+    assert nodes.run(num_verified) == [2] * 4
+    nodes.save(1, 7, "none")
+    nodes.lose(1)
+    assert nodes.run(num_verified) == [0] * 4
+
+
 def test_what_is_rebuilt_must_be_what_was_saved(job, tmp_path):
     nodes = job(3, 1)
     nodes.save(1, 7, "xor")
@@ -330,12 +340,12 @@ def test_without_room_to_rebuild(job, tmp_path, redundancy):
 
 
 def test_without_room_for_shards_of_other_nodes(job):
-    """A restart on another layout ends with the cause, and what else to do, on all ranks."""
+    """A restart on another layout ends with the bytes, and what else to do, on all ranks."""
     nodes = job(4, 1)
     nodes.save(1, 7, "none")
     shown = nodes.run(restart, 7, 8, RUN, 0, "a full node")
     assert len({row[1][0] for row in shown}) == 1 and nodes.leftovers() == []
-    for text in ("was not read: No space left", "nodes of before", "--load with --ckpt-step"):
+    for text in ("GiB from other nodes, and 0 GiB are free", "nodes of before", "--ckpt-step"):
         assert text in shown[0][1][0]
 
 
@@ -374,7 +384,8 @@ def test_room_is_asked_for_before_training(job, tmp_path):
     ):
         shown = job(2, 1).run(prepared, redundancy, free // part)
         assert {error == "" for error, _ in shown} == {enough}, (part, redundancy)
-    assert "3 checkpoints (2 kept, 1 being written) need " in shown[0][0]
+    size = f"{(free // 5 + m.ALIGN + free // 5) / 2**30:.3g}"
+    assert f"3 checkpoints (2 kept, 1 being written) of {size} GiB each need " in shown[0][0]
     assert shown[0][0].endswith("give a larger folder, or --local-redundancy none")
     job(2, 1).save(1, 7, "none", OTHER)
     shown = job(2, 1).run(prepared, "none", free)

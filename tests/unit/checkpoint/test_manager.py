@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -168,6 +169,25 @@ def test_a_commit_that_cannot_start_fails_the_save(tmp_path, made, log_lines):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_killed_writer_fails_the_save_with_what_can_be_loaded(tmp_path, made, log_lines):
+    background = made(tmp_path, enough(tensors()))
+    background.save(1, pairs(tensors()), STATE)
+    assert background.finalize()
+    os.kill(background.background.process.pid, signal.SIGSTOP)
+    background.save(2, pairs(tensors()), STATE)
+    background.background.process.kill()
+    assert not background.finalize()
+    assert f"{tmp_path}: the checkpoint of iteration 2 was not saved: the process" in log_lines[-1]
+    assert log_lines[-1].endswith("Older checkpoints are untouched (newest: iteration 1).")
+
+
+def test_a_save_that_close_abandons_did_not_go_well(tmp_path, made):
+    background = made(tmp_path, enough(tensors()))
+    background.save(1, pairs(tensors()), STATE)
+    background.close()
+    assert not background.finalize() and list(tmp_path.iterdir()) == []
+
+
 def test_what_a_failed_start_has_copied_is_not_in_the_next_save(tmp_path, made, log_lines):
     def filled(staging: Staging, file: Iterable[torch.Tensor]) -> None:
         real(staging, file)
@@ -260,10 +280,21 @@ def test_what_is_removed_locally_is_copied_to_its_end(saver, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("at", [3, 100, -1])
-def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path, log_lines, at):
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        *(partial(flip, at=at) for at in (3, 100, -1)),
+        halve,
+        partial(os.truncate, length=0),
+    ],
+)
+def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path, log_lines, harm):
     def damage() -> None:
-        flip(next(tmp_path.glob("local/*/*/*.safetensors")), at)
+        harm(next(tmp_path.glob("local/*/*/*.safetensors")))
 
     assert not held_up(saver, 1, damage)
     assert "iteration 1 was NOT saved" in log_lines[-1]
