@@ -23,6 +23,6 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def exit_code(flags: Iterable[str], **options: Any) -> int:
-    """Of the run with these flags on this rank."""
+    """Run pretrain_gpt.py with these flags on this rank; its exit code."""
     parsed = parse_arguments(list(flags))
     return pretrain.pretrain(parsed.config, parsed.notes, **options)

@@ -166,7 +166,7 @@ class Optimizer:
 
     @cached_property
     def param_groups(self) -> set[ParamGroup]:
-        """Those of trained tensors."""
+        """The parameter groups of trained tensors."""
         return {each for block in self.trained for _, each in block.layout.ranges}
 
     @cached_property

@@ -6,6 +6,7 @@ Called from optimizer/optimizer.py, segment by segment.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -231,7 +232,9 @@ def rules_of(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
 
 
 def check_tables() -> None:
-    """Raises KeyError for an entry of OPTIMIZERS or RULES that the other table lacks."""
+    """Raises KeyError for an entry of OPTIMIZERS or RULES that the other table lacks, and TypeError
+    for an implementation that does not take the states of its rule.
+    """
     # A flag's choice without a rule would fail in the first step, a rule without a choice never
     # run.
     for name in sorted(OPTIMIZERS.keys() | RULES.keys()):
@@ -240,6 +243,18 @@ def check_tables() -> None:
                 f"--optimizer {name}: needs an entry in config/groups.py and an implementation in "
                 "optimizer/update.py"
             )
+        for which, implementation in RULES[name].items():
+            by_name = ["grad", *OPTIMIZERS[name].states, "at"]
+            if implementation.takes_segments:
+                by_name.append("out")
+            step = inspect.signature(implementation.step)
+            try:
+                step.bind("config", "weights", **dict.fromkeys(by_name))
+            except TypeError as error:
+                raise TypeError(
+                    f"--optimizer {name}: {which} must take the flags and the weights, and by name "
+                    f"{', '.join(by_name)}: {error}"
+                ) from None
 
 
 check_tables()

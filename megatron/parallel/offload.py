@@ -62,8 +62,8 @@ class Route:
                     self.reads[index] = key
 
     def _has_time(self, forward: int, index: int) -> bool:
-        """Whether a pass of a transformer layer comes in between; forward passes of the same group
-        do not count, which is rebuilt as one.
+        """Whether a pass of a transformer layer comes between the two; forward passes of the same
+        group do not count, since it is rebuilt as one.
         """
         _, _, micro = self.passes[forward]
         for layer, kind, other in map(self.passes.__getitem__, range(forward + 1, index)):
@@ -105,7 +105,7 @@ class HostBuffer(NamedTuple):
 
 
 def host_buffer(device: torch.device, size: int) -> HostBuffer:
-    """A new one; nothing waits for an event that was never recorded."""
+    """A new host buffer. Nothing waits for its event, which was never recorded."""
     return HostBuffer(host_memory(size, torch.uint8, device), device_streams(device).Event())
 
 

@@ -156,10 +156,9 @@ def message_made(action: Action, placement: Sequence[int]) -> Message | None:
     kind, stage, micro = action
     is_forward = kind is Kind.FORWARD
     reader = stage + 1 if is_forward else stage - 1
+    message = Message(Kind.FORWARD if is_forward else Kind.BACKWARD, reader, micro)
     travels = kind is not Kind.BACKWARD_WEIGHT and _are_apart(stage, reader, placement)
-    return (
-        Message(Kind.FORWARD if is_forward else Kind.BACKWARD, reader, micro) if travels else None
-    )
+    return message if travels else None
 
 
 def _are_apart(stage: int, other: int, placement: Sequence[int]) -> bool:

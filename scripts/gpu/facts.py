@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 PEERS = ("transformers", "liger-kernel", "litgpt", "torchtitan")
-PACKAGES = ("torch", "triton", "numpy", *PEERS, "pytest")
+PACKAGES = ("torch", "triton", "numpy", *PEERS, "tokenizers", "pytest")
 TOOLS = ("nvcc", "ncu", "compute-sanitizer", "gcc")
 
 

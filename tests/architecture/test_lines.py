@@ -15,7 +15,7 @@ LINES = {
     "megatron/distributed": 2260,
     "megatron/model": 6056,
     "megatron/observe": 1164,
-    "megatron/optimizer": 1480,
+    "megatron/optimizer": 1495,
     "megatron/parallel": 3125,
     "megatron/training": 3585,
 }

@@ -21,6 +21,7 @@ from own_run import exit_code, replaced
 from torch import Tensor, nn
 from unit.parallel.recorded import RecordedGraph
 
+from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
 from megatron.model import compile
 from megatron.model import loss as loss_module
@@ -123,7 +124,8 @@ def run_case(
             stack.enter_context(PATCHES[name]())
         if mutant is not None:
             stack.enter_context(mutant.put_in())
-        planned = planned or "--memory-budget" in flags
+        parsed = parse_arguments(list(flags)).config
+        planned = planned or parsed.training.memory_budget is not None
         advisor = PlanningAdvisor() if planned else pretrain.NO_ADVISOR
         code = exit_code(flags, advisor=advisor)
     assert code == 0, f"the run ended with exit code {code}"

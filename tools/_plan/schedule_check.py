@@ -1,5 +1,5 @@
-"""Proof that a schedule is right, for any lists of actions: complete, in order, free of deadlock,
-bounded in memory.
+"""Proof that a schedule is right, for any lists of actions: complete, in order, its messages
+received as they are sent, free of deadlock, bounded in memory.
 
 Called from the tests, for every schedule.
 """
@@ -19,6 +19,7 @@ from megatron.parallel.schedule import (
     Schedule,
     message_made,
     message_needed,
+    messages_made,
 )
 
 # of the gradients
@@ -60,6 +61,7 @@ def check(schedule: Schedule) -> Bounds:
     where = _computations(schedule)
     _complete(schedule, where)
     _ordered(schedule, where)
+    _received_as_sent(schedule)
     for _ in walk(schedule):
         pass
     return _bounds(schedule)
@@ -222,8 +224,8 @@ def _complete(schedule: Schedule, where: dict[Action, Place]) -> None:
 def _input_of_backward(
     action: Action, schedule: Schedule, where: dict[Action, Place]
 ) -> list[Action]:
-    """What makes the gradient of a stage's output on its rank; nothing for the last stage, which
-    computes the loss, and where it is received.
+    """The backward pass that makes the gradient of a stage's output on its rank: none for the last
+    stage, which computes the loss, or where another rank sends it.
     """
     _, stage, micro = action
     placement, after = schedule.placement, stage + 1
@@ -260,6 +262,18 @@ def _ordered(schedule: Schedule, where: dict[Action, Place]) -> None:
                     place,
                     f"comes before the {describe(earlier)}, action {where[earlier][1]}",
                 )
+
+
+def _received_as_sent(schedule: Schedule) -> None:
+    """Between two ranks receives are posted in the order of the sends: NCCL matches them by it."""
+    for (sender, receiver), sent in messages_made(schedule).items():
+        posts = chain.from_iterable(schedule.receives[receiver])
+        posted = [each for each in posts if schedule.placement[each.source] == sender]
+        if posted != sent:
+            raise ScheduleError(
+                f"schedule {schedule.name}: rank {receiver} receives {posted} from rank {sender}, "
+                f"which sends {sent}"
+            )
 
 
 def _deadlock(

@@ -21,6 +21,7 @@ import torch
 from megatron.tools._plan.activations import kept_bytes, running_bytes
 from megatron.tools._plan.engine import Ledger
 from megatron.tools._plan.hardware import Hardware
+from megatron.tools._plan.layer_run import SPLIT
 from megatron.tools._plan.memory import PlannedSteps, ScheduleArguments, schedule_arguments
 from megatron.tools._plan.step import Cost, StepModel, StepTime, least_pipeline_seconds
 from megatron.tools._plan.verdict import RESERVE, judge
@@ -67,8 +68,8 @@ RECOMPUTE_EXPERTS: tuple[Change, ...] = (
     FULL | ON_HOST,
 )
 PIPELINE = "pipeline_model_parallel_size"
-LAYOUT = "pipeline_model_parallel_layout"
-CUT = {PIPELINE, "num_virtual_stages_per_pipeline_rank", LAYOUT}
+STAGE_LAYOUT = "pipeline_model_parallel_layout"
+CUT = {PIPELINE, "num_virtual_stages_per_pipeline_rank", STAGE_LAYOUT}
 # settings on which no pass of a layer depends, what ZeRO sends alongside it left out
 OUTSIDE_LAYERS = CUT | {"zero_stage", "zero_shard_size"}
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -184,12 +185,12 @@ def _stages(layers: int, pp: int, micro_batches: int) -> Iterator[Change]:
         cut: Change = {
             PIPELINE: pp,
             "num_virtual_stages_per_pipeline_rank": virtual,
-            LAYOUT: None,
+            STAGE_LAYOUT: None,
         }
         if layers % stages == 0:
             yield cut
         if pp > 1 and stages <= layers:
-            yield cut | {LAYOUT: AUTO}
+            yield cut | {STAGE_LAYOUT: AUTO}
 
 
 def _context(cp: int, tp: int, node_size: int) -> list[Change]:
@@ -283,7 +284,7 @@ class Search:
         return Candidate(time.seconds, number, layout, level, self.rungs[level], model, time)
 
     def candidate(self, layout: Change, level: int = 0) -> Candidate | None:
-        """A layout at a rung; None as of `model`."""
+        """A layout at a rung; None where `model` is."""
         model = self.model(layout | self.rungs[level])
         return None if model is None else self.timed(layout, level, model)
 
@@ -336,7 +337,7 @@ class Search:
             for rank in steps.largest_ranks()
         )
 
-    def layouts(self) -> list[tuple[float, Change]]:
+    def bounded_layouts(self) -> list[tuple[float, Change]]:
         """Those that a run could have, with the least time that all passes of a step take, the
         fastest first. Raises ArgumentErrors where the program accepts none.
         """
@@ -371,8 +372,10 @@ class Search:
         have shown what its units cost and how it is cut into stages. None where the program refuses
         it, another one is the same, or its weights are too large.
         """
-        outside = OUTSIDE_LAYERS
-        if self.config.distributed.use_tp_pp_dp_mapping:  # by which groups span other nodes
+        outside, distributed = OUTSIDE_LAYERS, self.config.distributed
+        # at pp=1 a split schedule is 1f1b; with the other order of ranks groups span other nodes
+        is_split = SPLIT in (distributed.pipeline_schedule or "")
+        if is_split or distributed.use_tp_pp_dp_mapping:
             outside = outside - {PIPELINE}
         layers = frozenset((name, layout[name]) for name in layout.keys() - outside)
         # tensor-parallel ranks pad the vocabulary, which counts in stages of equal cost
@@ -385,18 +388,18 @@ class Search:
             if layers not in self.costs:
                 self.costs[layers] = model.least_costs(self.hardware)
         stages, placement = self.cuts[cut]
-        if layout[LAYOUT] == AUTO and is_even(stages):
+        if layout[STAGE_LAYOUT] == AUTO and is_even(stages):
             return None
         units = self.costs[layers]
         costs = []
         for stage in stages:
-            through, busy = zip(*(units[index] for index in stage.units))
-            costs.append(Cost(sum(through), sum(busy)))
+            parts = zip(*(units[index] for index in stage.units))
+            costs.append(Cost(*map(sum, parts)))
         return least_pipeline_seconds(costs, placement, micro_batches)
 
     def run(self) -> SearchResult:
         """The fastest that fit."""
-        found, waiting = self.found, deque(self.layouts())
+        found, waiting = self.found, deque(self.bounded_layouts())
         while len(found.best) < FOUND and found.planned < PLANNED:
             # a layout is timed when it may be faster than all in the queue
             while waiting and (not self.queue or waiting[0][0] <= self.queue[0].seconds):
@@ -538,7 +541,7 @@ def explain(search: Search, config: Config) -> list[Candidate]:
         {"num_virtual_stages_per_pipeline_rank": 2},
         {"num_virtual_stages_per_pipeline_rank": 4},
         {"pipeline_schedule": "zero-bubble"},
-        {LAYOUT: AUTO},
+        {STAGE_LAYOUT: AUTO},
         *_expert_changes(config),
         *({"zero_stage": stage} for stage in (0, 1, 2, 3)),
         {"grad_reduce_in_bf16": True},
@@ -547,10 +550,12 @@ def explain(search: Search, config: Config) -> list[Candidate]:
     ]
     found = []
     for change in changes:
+        if changed(config, change) == config:
+            continue
         each = search.candidate(change)
         if each is None or each.config == config:
             continue
-        if LAYOUT in change and is_even(each.model.stages):
+        if STAGE_LAYOUT in change and is_even(each.model.stages):
             continue  # as without it
         search.simulate(each)
         search.plan(each)

@@ -69,12 +69,12 @@ class LayerKind(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """At least, of the passes of a micro-batch: seconds until they have come back from the stages
-    behind, and seconds that a rank is busy with them.
-    """
+    """The least seconds of one micro-batch in a stage."""
 
-    through: float
-    busy: float
+    ahead: float  # its forward pass, which the next stage waits for
+    through: float  # its forward pass and input gradient, which the stages before wait for
+    busy: float  # all passes on their rank
+    late: float  # of these, weight gradients that no stage waits for
 
 
 class RankParameters(NamedTuple):
@@ -349,14 +349,17 @@ class StepModel:
         )
 
     def least_costs(self, hardware: Hardware) -> list[Cost]:
-        """At least, of each unit in every layout whose layers do the same: what is recomputed or
-        goes to the host and what ZeRO sends only adds work.
+        """The least costs of each unit in every layout whose layers do the same: what is recomputed
+        or goes to the host and what ZeRO sends only adds work.
         """
         pricing = self.pricing(hardware).alone()
         pairs = self.config.distributed.overlap_moe_expert_parallel_comm
 
         def cost(unit: UnitWork) -> Cost:
-            return _least_cost(_stage_seconds(pricing, [(unit, 1)]), pairs)
+            passes = _stage_seconds(pricing, [(unit, 1)])
+            for each in passes if pairs else ():
+                each.pop("host launches")  # a longer exchange of experts may hide them
+            return _least_cost(passes, pairs)
 
         like = self.operations.like
         layers = [like(index) for index in range(self.config.model.num_layers)]
@@ -530,16 +533,21 @@ class StepModel:
 def least_pipeline_seconds(
     stages: Sequence[Cost], placement: Sequence[int], micro_batches: int
 ) -> float:
-    """Seconds that the passes of a step take at least: every rank works between the first pass that
-    reaches it and the last one that leaves it.
+    """Seconds that the passes of a step take at least: a rank starts when the first forward pass
+    has reached it, and after its last input gradient those of the stages before are computed.
     """
     busy: defaultdict[int, float] = defaultdict(float)
+    waited: defaultdict[int, float] = defaultdict(float)
     for cost, rank in zip(stages, placement, strict=True):
         busy[rank] += cost.busy
-    around = found = 0.0
+        waited[rank] += cost.busy - cost.late
+    ahead = around = found = 0.0
     for cost, rank in zip(stages, placement, strict=True):
         if rank in busy:  # its first stage
-            found = max(found, around + micro_batches * busy.pop(rank))
+            last_work = ahead + micro_batches * busy.pop(rank)
+            last_input_grad = around + micro_batches * waited[rank]
+            found = max(found, last_work, last_input_grad)
+        ahead += cost.ahead
         around += cost.through
     return found
 
@@ -547,9 +555,9 @@ def least_pipeline_seconds(
 def _least_cost(passes: StageSeconds, pairs: bool) -> Cost:
     """`pairs`: run in pairs, which hide at most all that is sent to experts."""
     forward, inputs, weights = passes
-    through = forward.total + inputs.total
+    through, late = forward.total + inputs.total, weights.total
     hidden = forward.get("ep", 0.0) + inputs.get("ep", 0.0) if pairs else 0.0
-    return Cost(through, through + weights.total - hidden)
+    return Cost(forward.total, through, through + late - hidden, late)
 
 
 @lru_cache(maxsize=4096)

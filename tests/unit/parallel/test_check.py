@@ -117,3 +117,11 @@ def test_a_circle_of_ranks_is_named():
         "schedule crossed: deadlock: rank 0, action 1 (forward of stage 2, micro-batch 0) "
         "waits for rank 1; rank 1, action 0 (forward of stage 1, micro-batch 1) waits for rank 0"
     )
+
+
+def test_receives_in_another_order_than_the_sends_are_refused():
+    schedule = dataclasses.replace(ONE)
+    first, second, *_ = (posts for posts in schedule.receives[1] if posts)
+    first[0], second[0] = second[0], first[0]
+    with pytest.raises(ScheduleError, match="schedule 1f1b: rank 1 receives .* from rank 0, which"):
+        check(schedule)

@@ -9,20 +9,25 @@ import math
 import pytest
 from megatron.tools._plan import search as module
 from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.recompute import choose_layers
 from megatron.tools._plan.search import (
     NEAR,
     RECOMPUTE,
     RECOMPUTE_EXPERTS,
     Search,
+    changed,
     explain,
     layouts,
 )
+from megatron.tools._plan.simulate import Costs, simulate
+from megatron.tools._plan.step import Cost, least_pipeline_seconds
 from megatron.tools._plan.step_table import estimate, explain_report, search_report
 from megatron.tools._plan.tuning import tuning_lines
 from megatron.tools._plan.verdict import RESERVE
 from step_models import DENSE, EXPERTS, GATHER, H100, TOKENS, VOCABULARY, asked, resolved, step
 
 from megatron.config.errors import UserError
+from megatron.parallel.schedule import build_schedule
 from tools.plan import run
 
 EP = "--expert-model-parallel-size"
@@ -116,8 +121,9 @@ def test_flags_of_a_search_are_the_run():
         pytest.param(f"{DENSE} --global-batch-size 32", 8, 24, marks=pytest.mark.full),
         (f"{EXPERTS} --global-batch-size 16 --freeze embedding", 4, 5),
         (f"{EXPERTS} --global-batch-size 16 {EP} 2 {PAIRS}", 4, 5),
+        (f"{DENSE} --global-batch-size 16 --pipeline-schedule zero-bubble", 8, 24),
     ],
-    ids=["dense", "experts", "pairs"],
+    ids=["dense", "experts", "pairs", "zero-bubble"],
 )
 def test_a_bound_is_below_what_is_simulated_and_planned(flags, world, count):
     """The search leaves out nothing by its bounds of time and memory."""
@@ -158,6 +164,18 @@ def test_a_search_finds_what_it_finds_when_it_times_all_layouts(flags, monkeypat
     assert lines == all_lines and timed < all_timed
 
 
+@pytest.mark.parametrize(
+    "name, virtual, seconds", [("1f1b", 1, 69), ("zero-bubble", 1, 55), ("zero-bubble-v", 2, 51.5)]
+)
+def test_the_bound_of_a_pipeline_of_even_stages_is_its_time(name, virtual, seconds):
+    schedule = build_schedule(name, 8, virtual, 16)
+    late = float(name != "1f1b")
+    cost = Cost(*(part / virtual for part in (1.0, 3.0 - late, 3.0, late)))
+    assert simulate(schedule, Costs.even(schedule)).end == seconds
+    stages = [cost] * schedule.stages
+    assert least_pipeline_seconds(stages, schedule.placement, 16) == seconds
+
+
 # ---- advice
 
 
@@ -187,6 +205,14 @@ def test_explain_report_says_gains_and_losses():
     assert [each.seconds for each in tried] == sorted(each.seconds for each in tried)
     lines = explain_report(found, tried)
     assert len(lines) > 3 and all(math.isfinite(float(line.split("%")[0])) for line in lines[1:])
+
+
+def test_explain_tries_no_value_that_the_run_has():
+    """Also where the plan has chosen what is computed again."""
+    flags = f"{DENSE} --recompute auto --memory-budget 20"
+    config, _ = choose_layers(resolved(flags), VOCABULARY, 8, "cuda")
+    tried = explain(Search(asked(flags), VOCABULARY, 8, H100), config)
+    assert tried and all(changed(config, each.layout) != config for each in tried)
 
 
 def test_the_tool_prints_a_step_as_text_and_as_json():
