@@ -303,6 +303,16 @@ def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path, lo
     loads(silently(open_checkpoint, tmp_path / "shared").path, tensors(2))
 
 
+def test_a_shard_that_shrinks_while_it_is_copied_is_damaged(saver, tmp_path, log_lines):
+    saver.rate = 6.0  # MB/s
+    saver.background.start()
+    saver.save(1, pairs(tensors()), {})
+    time.sleep(0.3)
+    os.truncate(next(tmp_path.glob("local/*/*/*.safetensors")), 0)
+    assert not saver.finalize()
+    assert "local copy of shard-00000.safetensors is damaged" in log_lines[-1]
+
+
 def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
     saver, tmp_path, monkeypatch, log_lines
 ):
