@@ -104,6 +104,18 @@ class Copied(Handle):
         return self.out
 
 
+class _ToDevice(Handle):
+    """A message received in host memory. Its device memory is allocated in `wait`, for messages are
+    posted long before.
+    """
+
+    def __init__(self, receiving: Handle, device: torch.device):
+        self.receiving, self.device = receiving, device
+
+    def wait(self) -> Tensor:
+        return self.receiving.wait().to(self.device)
+
+
 class Backend:
     """Starts the collectives of an axis of two or more ranks: NCCL's. The planner's process groups
     are backends that send nothing (tools/_plan/engine.py).
@@ -399,7 +411,7 @@ def start_receive(
     on_host = backend.on_host and device.type == "cuda"
     x = torch.empty(shape, dtype=dtype, device="cpu" if on_host else device)
     receiving = backend.irecv(x, source, axis, tag)
-    return Copied(receiving, torch.empty_like(x, device=device)) if on_host else receiving
+    return _ToDevice(receiving, device) if on_host else receiving
 
 
 # ---- the same, awaited at once

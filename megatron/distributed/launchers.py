@@ -147,9 +147,11 @@ def slurm_job(environment: Environment = os.environ) -> str:
 
 
 def _find_launcher(environment: Environment) -> Launcher | None:
-    """The first launcher that started several processes, else the first one."""
+    """The first launcher whose size is above 1, else the first one. PMIx may set no size."""
     started = [launcher for launcher in LAUNCHERS if _is_started_by(launcher, environment)]
-    several = [each for each in started if _first(environment, each.size) not in ("", "1")]
+    sizes = [(each, _first(environment, each.size)) for each in started]
+    # srun without its count is an error; others without a size yield to one that has it
+    several = [each for each, size in sizes if size != "1" and (size or each is SRUN)]
     return next(iter(several or started), None)
 
 
@@ -219,7 +221,12 @@ def _parse(values: Environment, launcher: str, agent_store: bool = False) -> Lau
     """The launch that torchrun's variables describe. Raises LaunchError."""
     given = ", ".join(f"{name}={values[name]}" for name in VARIABLES if name in values)
     origin = f"{given or 'no rank'} (launcher: {launcher})"
-    if (values.get("RANK"), values.get("WORLD_SIZE")) == ("0", "1"):
+    if "RANK" in values and values.get("WORLD_SIZE") == "1":
+        if number(values, "RANK") > 0:
+            raise LaunchError(
+                f"{origin}: a rank must be below the number of ranks; set WORLD_SIZE to the "
+                "number of processes, or unset RANK and WORLD_SIZE"
+            )
         return Launch(launcher=launcher)
     # srun's own count of this node's ranks: a guess could be wrong without an error
     needed = VARIABLES if launcher == SRUN.name else NEEDED

@@ -61,8 +61,10 @@ class JobHandler(logging.Handler):
         # encode the text
         except (OSError, RuntimeError, ValueError):
             self.handleError(record)
-        if record.levelno >= logging.WARNING:
-            self._is_news(text)
+        if self.store is not None and record.levelno >= logging.WARNING:
+            # `set` does not wait for the store's answer, `add` does
+            with contextlib.suppress(RuntimeError):  # the store is closed: the job is ending
+                self.store.set(_key(text), "1")
 
     def _write_oldest(self) -> None:
         with self.lock:
@@ -73,10 +75,8 @@ class JobHandler(logging.Handler):
 
     def _is_news(self, text: str) -> bool:
         """Enter a text in the store; whether no other rank has."""
-        if self.store is not None:
-            key = hashlib.sha256(text.encode()).hexdigest()
-            with contextlib.suppress(RuntimeError):  # the store is closed: better twice than never
-                return self.store.add(key, 1) == 1
+        with contextlib.suppress(RuntimeError):  # the store is closed: better twice than never
+            return self.store is None or self.store.add(_key(text), 1) == 1
         return True
 
     def close(self) -> None:
@@ -84,6 +84,10 @@ class JobHandler(logging.Handler):
         while self.held:
             self._write_oldest()
         super().close()
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ LINES = {
     "megatron/checkpoint": 4361,
     "megatron/config": 4723,
     "megatron/data": 1421,
-    "megatron/distributed": 2260,
+    "megatron/distributed": 2283,
     "megatron/model": 6056,
     "megatron/observe": 1164,
     "megatron/optimizer": 1495,

@@ -147,6 +147,8 @@ def test_the_ends_of_a_pipeline_share_a_tied_matrix():
     for rank, groups in enumerate(of_all_ranks(Layout(tp=2, pp=3, dp=2), tied=True)[0]):
         ends = (rank % 4, rank % 4 + 8)
         assert groups.tied.ranks == ((0,) if 4 <= rank < 8 else ends)
+        if groups.tied.size > 1:
+            assert groups.tied.ranks[groups.tied.rank] == rank
     pair, _ = groups_of(Layout(pp=2), 1, tied=True)
     assert pair.tied.ranks == (0, 1) and pair.tied.group == pair.pp.group
     assert groups_of(Layout(pp=2), 1)[0].tied == ALONE

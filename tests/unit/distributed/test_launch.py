@@ -180,7 +180,8 @@ def test_slurms_number_of_ranks_on_a_node_wins():
 
 def test_a_task_of_srun_whose_variables_were_dropped_does_not_train_alone():
     dropped = {"SLURM_PROCID": "3"}, {"SLURM_STEP_NUM_TASKS": "2"}, without(SRUN, "SLURM_NODEID")
-    for environment in (*dropped, {"SLURM_PROCID": "3", "WORLD_SIZE": "8"}):
+    pmi = {"SLURM_PROCID": "3", "PMI_RANK": "3", "PMI_SIZE": "8", "LOCAL_RANK": "1", **MEET}
+    for environment in (*dropped, {"SLURM_PROCID": "3", "WORLD_SIZE": "8"}, pmi):
         with pytest.raises(LaunchError, match=r"\(launcher: srun\), but .* not set"):
             read_launch(environment)
 
@@ -190,7 +191,7 @@ def test_a_task_of_srun_whose_variables_were_dropped_does_not_train_alone():
     [
         ({"RANK": "1"}, "RANK=1 (launcher: environment), but WORLD_SIZE, LOCAL_RANK"),
         ({"WORLD_SIZE": "1"}, "WORLD_SIZE=1 (launcher: environment), but RANK, LOCAL_RANK"),
-        ({**TORCHRUN, "WORLD_SIZE": "1"}, "a rank must be below the number of ranks"),
+        ({"RANK": "3", "WORLD_SIZE": "1"}, "number of ranks; set WORLD_SIZE to the number of"),
         (without(TORCHRUN, "MASTER_PORT"), "but MASTER_PORT not set: set them"),
         ({**TORCHRUN, "RANK": "8"}, "RANK=8, WORLD_SIZE=8, LOCAL_RANK=1"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "a host cannot have more ranks than the job"),

@@ -90,3 +90,10 @@ def test_a_log_that_cannot_be_written_ends_no_run(capsys):
     with logs.job_log(), contextlib.redirect_stdout(Full()):
         logger.info("lost")
     assert "No space left on device" in capsys.readouterr().err
+
+
+def test_rank_0_does_not_wait_for_the_store():
+    store = mock.Mock(spec=["set"])  # `add` waits for an answer
+    record = logging.LogRecord("megatron", logging.WARNING, "", 0, "known", None, None)
+    logs.JobHandler(0, store).emit(record)
+    store.set.assert_called_once()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.config.errors import UserError
 from megatron.distributed import collectives as c
-from megatron.distributed.groups import Layout, build_groups
+from megatron.distributed.groups import Axis, Layout, build_groups
 from megatron.distributed.rank_errors import RankError, raise_on_all_ranks
 
 CPU = torch.device("cpu")
@@ -123,3 +123,14 @@ def test_together_ends_all_ranks_with_one_message(gloo_world):
     assert run(fail_on, 4, dict.fromkeys(range(4))) == [
         ("no such file: x", rank) for rank in range(4)
     ]
+
+
+def test_a_message_over_gloo_takes_device_memory_when_it_has_arrived(monkeypatch):
+    monkeypatch.setattr(c, "is_gloo", lambda _: True)
+    monkeypatch.setattr(c.Gloo, "irecv", lambda _, x, *__: c.Handle([], x))
+    before = torch.cuda.memory_allocated()
+    # without a GPU an allocation is an error
+    message = c.start_receive((256,), torch.uint8, torch.device("cuda"), 1, Axis("pp", 0, (0, 1)))
+    assert torch.cuda.memory_allocated() == before
+    if torch.cuda.is_available():
+        assert message.wait().is_cuda
