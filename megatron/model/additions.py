@@ -67,9 +67,9 @@ def _undeclared(model: GPTModel) -> Iterator[str]:
                 yield (
                     f"{name}: all tensor-parallel ranks hold it, and it is not declared how its "
                     "gradient is summed over them; call declare_grad_sum of "
-                    "megatron/model/spec.py for its module: with tp.sequence where "
-                    "each rank sees a part of the values (as between layers under "
-                    "--sequence-parallel), with False where all see the same"
+                    "megatron/model/spec.py for its module: with parallel.tp.sequence where each "
+                    "rank sees a part of the values (as between layers under --sequence-parallel), "
+                    "with False where all see the same"
                 )
 
 

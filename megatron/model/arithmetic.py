@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import Any
@@ -53,13 +54,15 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> dict[str, int]:
     experts = ("experts", "router") if any(model.expert_layers()) else ()
     kinds = "position", "attention", "mlp", *experts, "norms"
     counts = {"embedding": matrix, **dict.fromkeys(kinds, 0)}
-    for index in range(model.num_layers):
-        for name, spec in layer_parameters(model, representative_layer(model, index)).items():
+    # once for each kind of layer: one of many experts has hundreds of parameters
+    alike = Counter(representative_layer(model, index) for index in range(model.num_layers))
+    for index, layers in alike.items():
+        for name, spec in layer_parameters(model, index).items():
             # A shared expert and its gate go through every token, so they count as MLP.
             module, part = name.split(".")[:2]
             kind = part if part in ("experts", "router") else module
             kind = "norms" if module.endswith("norm") else kind
-            counts[kind] += elements([spec])
+            counts[kind] += layers * elements([spec])
     counts["head"] = matrix if model.untie_embeddings_and_output_weights else 0
     return {**counts, "total": sum(counts.values())}
 

@@ -72,6 +72,11 @@ class Fp8Gemms:
     axis: Axis = ALONE
     cp: Axis = ALONE
 
+    def __post_init__(self) -> None:
+        # dW would need row scales of transposed factors, which span the tokens; `_factor` takes
+        # those of a row to span the inputs or outputs.
+        assert not (self.scaling == "row" and self.weight_grad)
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i] -> [..., o]."""
         # Both factors have the summed dimension i contiguous as they are.
@@ -119,19 +124,19 @@ class Fp8Gemms:
                 into.add_(part)
 
     def _weight(self, weight: Tensor, summed: int, **wanted: bool) -> Factor:
-        """`summed`: the dimension of the weight that the GEMM sums over, which a row's scale spans;
-        a tensor's scale spans both.
+        """The weight as a factor. `summed`: the dimension that the GEMM sums over, which a row's
+        scale spans; a tensor's scale spans both.
         """
         is_tensor = self.scaling == "tensor"
         is_cut = self.split is not None if is_tensor else self.split == summed
         return self._factor(weight.detach(), E4M3, is_cut, of_tokens=False, **wanted)
 
     def _input(self, x: Tensor, **wanted: bool) -> Factor:
-        """x is cut where the weight's inputs are."""
+        """x as a factor, cut where the weight's inputs are."""
         return self._factor(x, E4M3, self.split == 1, **wanted)
 
     def _output_grad(self, dy: Tensor, **wanted: bool) -> Factor:
-        """dy is cut where the weight's outputs are."""
+        """dy as a factor, cut where the weight's outputs are."""
         return self._factor(dy, self.grad_dtype, self.split == 0, **wanted)
 
     def _factor(
@@ -142,7 +147,9 @@ class Fp8Gemms:
         of_tokens: bool = True,
         **wanted: bool,
     ) -> Factor:
-        """`is_cut`: tensor-parallel ranks hold parts of what shares a scale of a tensor or row."""
+        """x [..., n] as a matrix, with the axes that share its scales. `is_cut`: tensor-parallel
+        ranks hold parts of what shares a scale of a tensor or row.
+        """
         axes = [self.axis] if is_cut and self.scaling != "block" else []
         # Context-parallel ranks hold other rows: only a scale of the whole tensor spans them.
         if of_tokens and self.scaling == "tensor" and self.cp.size > 1:

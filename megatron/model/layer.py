@@ -253,8 +253,8 @@ class TransformerLayer(Layer):
         if not layer_records(config)[index].experts:
             return ()
         return tuple(
-            ScalarSpec(name, name == AUX_LOSS, sequence, size)
             # under SP each rank sums over its part of the sequence
+            ScalarSpec(name, in_objective=name == AUX_LOSS, is_part=sequence, size=size)
             for name, size in aux_outputs(config, index)
         )
 

@@ -149,11 +149,9 @@ def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> N
 
 
 def accumulate_gradients(
-    parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor], dx: Tensor
+    parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None], dx: Tensor
 ) -> None:
-    """main_grad += gradient of each parameter that is not frozen, in a backward pass that returns
-    dx.
-    """
+    """Add gradients to main_grad, but for frozen parameters, in a backward pass that returns dx."""
     # A backward pass that torch.compile compiles is fixed when the forward pass is traced, before
     # main_grad is opened: an operator takes the parameter, and reads its attribute when it runs.
     for parameter, gradient in zip(parameters, gradients, strict=True):

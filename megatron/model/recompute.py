@@ -66,6 +66,7 @@ def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompu
     size = training.recompute_num_layers or 1
     if training.recompute_method == "block":
         return [WHOLE if index < size else NO_RECOMPUTE for index in range(layers)]
+    # uniform: groups of this size
     starts = range(0, layers, size)
     return [choice for start in starts for choice in group_of(min(size, layers - start))]
 

@@ -94,6 +94,11 @@ class TensorSpec:
     expert: tuple[int, int] | None = None
     is_table: bool = False  # rows are entries of the vocabulary, or positions
 
+    def __post_init__(self) -> None:
+        assert self.copies or not self.grad_sum, (
+            f"{self.name}: grad_sum has no effect without copies; set copies or remove it"
+        )
+
     def is_held(self, rank: int, ranks: int) -> bool:
         """Whether one of that many expert-parallel ranks holds it."""
         if self.expert is None:

@@ -109,13 +109,14 @@ def _shares(work: np.ndarray, size: int) -> np.ndarray:
 
     for _ in range(EXCHANGES * size):
         totals = work[shares].sum(1)
+        if totals.max() <= EVEN * totals.mean():
+            break
         most, least = shares[totals.argmax()], shares[totals.argmin()]
         # The best exchange moves half of the gap.
         gap = totals.max() - totals.min()
         moved = work[most][:, None] - work[least]
         one, other = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
-        is_even = totals.max() <= EVEN * totals.mean()
-        if is_even or not 0 < moved[one, other] < gap:
+        if not 0 < moved[one, other] < gap:
             break
         most[one], least[other] = least[other], most[one]
     return shares

@@ -131,7 +131,7 @@ class LatentAttention(Attention):
         # Some families of models give the norms of latents a separate epsilon.
         epsilon = config.latent_norm_epsilon or config.norm_epsilon
         config = dataclasses.replace(config, norm_epsilon=epsilon)
-        return Norm(config, name, size, self.tp.sequence)
+        return Norm(config, name, size, grad_sum=self.tp.sequence)
 
     def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         config = self.config

@@ -116,16 +116,18 @@ def ring_steps(
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """The attention core of one block of keys, forward and backward: q, out [s, b, n, d], k and v
-    [t, b, g, d], lse [b, n, s]. `backend`: one of OURS (our kernels), sdpa (torch's kernel for
-    CPUs) or plain.
+    """The attention core over all keys, or one block of them forward and backward: q, out
+    [s, b, n, d], k and v [t, b, g, d], lse [b, n, s]. `backend`: one of OURS (our kernels), sdpa
+    (torch's kernel for CPUs) or plain.
     """
 
     backend: str
     options: dict[str, Any]  # fields of Options
 
     def forward(self, *qkv: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-        """(out, lse) over this block alone; of rows that see none of its keys 0 and -inf."""
+        """(out, lse) of q, k and v, or of the fused projection, over these keys alone; of rows that
+        see none of them 0 and -inf.
+        """
         if self.backend == "plain":
             return attention_reference(*qkv, mask=mask, **self.options)
         if self.backend != "sdpa":
@@ -322,7 +324,9 @@ class GatheredAttention(torch.autograd.Function):
         own = torch.stack((k, v))
         coming = start_all_gather(own, axis)
         out, lse = _attend(block, q, _gathered(own, steps, coming))
-        ctx.save_for_backward(q, coming.wait().unflatten(0, (-1, 2)), out, lse)
+        # the steps have waited for the blocks: this returns at once
+        blocks = coming.wait().unflatten(0, (-1, 2))
+        ctx.save_for_backward(q, blocks, out, lse)
         ctx.others = steps, block, axis
         return out
 

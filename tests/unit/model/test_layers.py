@@ -254,9 +254,11 @@ def test_grouped_heads_never_take_all_scores_into_memory(monkeypatch, groups, ma
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
     dense = AttentionMask.dense
-    monkeypatch.setattr(
-        AttentionMask, "dense", lambda *given: dense(*given[:3], torch.device("cpu"))
-    )
+
+    def on_cpu(mask, queries, keys, device):
+        return dense(mask, queries, keys, torch.device("cpu"))
+
+    monkeypatch.setattr(AttentionMask, "dense", on_cpu)
     out = attention.fused_attention(*(x.as_subclass(OnGpu) for x in (q, k, v)), mask, 0.3)
     assert calls == [(n, n, masked, not masked, False)]
     torch.testing.assert_close(out.as_subclass(torch.Tensor), expected, rtol=1e-13, atol=1e-13)

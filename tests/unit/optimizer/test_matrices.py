@@ -66,7 +66,7 @@ def balanced_apart():
 
 
 def run(flags: tuple[str, ...]) -> Outcome:
-    with balanced():
+    with balanced_apart():
         return run_case(flags)
 
 
@@ -84,9 +84,11 @@ pp2 1f1b dp2 zero2, pp2 zero-bubble tp2 sp""".replace("\n", " ").split(", ")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.default("tp2 sp dp2 zero3")
 def test_every_layout_updates_as_one_process(gloo_world, alone, layout):
-    """tp4 has more ranks than key/value heads: two ranks hold the same part of a matrix."""
+    """Matrices of one block have two rates. tp4 has more ranks than key/value heads: two ranks hold
+    the same part of a matrix.
+    """
     words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2
-    flags = (*FLAGS, *GROUPED.split(), "--num-layers", str(layers))
+    flags = (*FLAGS, *GROUPED.split(), "--decoupled-lr", "3e-2", "--num-layers", str(layers))
     outcomes = gloo_world(words.ranks).run(run, (*flags, *words.flags))
     assert fp64(alone(flags), outcomes, zero=KEY_BIAS) == []
 

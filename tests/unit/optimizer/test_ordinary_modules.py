@@ -35,7 +35,7 @@ from megatron.distributed.setup import make_groups
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import TransformerLayer
 from megatron.model.model_parallel import ONE_RANK, ModelParallel, TensorParallel
-from megatron.model.spec import declare_grad_sum
+from megatron.model.spec import declare_grad_sum, vector
 from megatron.parallel.layer_runner import LayerRunner
 from pretrain_gpt import main
 
@@ -299,6 +299,11 @@ def test_under_tensor_parallelism_the_sum_must_be_declared(gloo_world):
             assert all(f"layers.{layer}.{name}: {why}" in error for name in NAMES)
         assert "input_norm" not in error
     assert gloo_world(2).run(error_of, Adapted) == ["", ""]
+
+
+def test_a_sum_over_ranks_that_are_not_named_is_refused():
+    with pytest.raises(AssertionError, match="up.bias: grad_sum has no effect without copies"):
+        vector("up.bias", 4, grad_sum=True)
 
 
 def test_a_run_with_them_goes_on_bit_for_bit(tmp_path):
