@@ -451,7 +451,7 @@ def _allocate_parts(dk: Tensor, dv: Tensor, m: int, keys: int) -> tuple[int, Ten
     are split over programs where those of `keys` keys alone would leave the GPU idle.
     """
     t, groups, d = dk.shape
-    members = heads_of_a_program(-(-t // keys) * groups, m, lang.multiprocessors(dk.device))
+    members = heads_of_a_program(lang.cdiv(t, keys) * groups, m, lang.multiprocessors(dk.device))
     if members == m:
         return members, dk, dv
     shape = (t, groups * (m // members), d)

@@ -246,7 +246,7 @@ def find_maxima(x: Tensor, scaling: str) -> Maxima:
 def _scale(count: int, length: int, scaling: str, device: torch.device) -> Tensor:
     """Allocate the scales of `count` rows of `length` elements."""
     if scaling == "block":
-        blocks = -(-length // BLOCK)
+        blocks = cdiv(length, BLOCK)
         return torch.empty(blocks, count, dtype=torch.float32, device=device).t()
     return torch.empty(count if scaling == "row" else 1, 1, dtype=torch.float32, device=device)
 

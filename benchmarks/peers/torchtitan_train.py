@@ -1,8 +1,8 @@
 """torchtitan's Trainer with its Llama 3 in one process; with the option `compile` under its
 torch.compile. Run by benchmarks/training.py on a GPU; 0.2.2 is the last version for torch 2.11.
 
-The parts that torchtitan lets a model exchange are ours: tokens and schedule of the learning rate
-are those of the work. Activation checkpointing, logging and saving are off. Shims: what is logged
+The data loader and the learning rate schedule, which torchtitan lets a model replace, are those of
+the work. Activation checkpointing, logging and saving are off. Shims: what is logged
 is kept instead of printed; for a rehearsal, that a CPU is a device:
 
     PYTHONPATH=FOLDER python torchtitan_train.py START --steps 6 --warmup 2 --lr_warmup 2
@@ -24,7 +24,13 @@ import torch._utils
 from common import StepClock, Work, parse_work, rank_samples, report, tensor_of
 from torch import Tensor
 
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+SINGLE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 
 
 def cpu_shims() -> None:
@@ -76,7 +82,7 @@ class Batches(BaseDataLoader):
 
 
 def register(work: Work, tokens: Tensor) -> None:
-    """Its Llama 3 in the sizes of the work, as the model `work`."""
+    """Register torchtitan's Llama 3 with the sizes of the work as the model `work`."""
     spec = llama3.get_train_spec()
     sizes = llama3.TransformerModelArgs(
         dim=work.hidden,
@@ -84,7 +90,7 @@ def register(work: Work, tokens: Tensor) -> None:
         n_heads=work.heads,
         n_kv_heads=work.key_heads,
         vocab_size=work.vocab,
-        # its MLP is as wide as the next multiple
+        # torchtitan rounds the MLP's width up to a multiple of this
         multiple_of=work.ffn,
         ffn_dim_multiplier=0.01,
         rope_theta=10000.0,
@@ -102,7 +108,7 @@ def rates_of(work: Work) -> Callable[..., LRSchedulersContainer]:
 
     def build(optimizers: OptimizersContainer, *_: object) -> LRSchedulersContainer:
         def share(step: int) -> float:
-            # it asks once more behind the last step
+            # the scheduler steps once more after the last step
             return work.learning_rate(min(step, work.steps - 1)) / work.lr
 
         return LRSchedulersContainer(optimizers, share)
@@ -153,14 +159,14 @@ def load(model: torch.nn.Module, start: Mapping[str, np.ndarray], work: Work) ->
 def main() -> None:
     work, start = parse_work()
     torch.set_num_threads(work.threads)
-    os.environ |= {**ALONE, "MASTER_PORT": "0"}
+    os.environ |= SINGLE_RANK
     register(work, tensor_of(start, "tokens"))
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config_of(work, folder))
         load(trainer.model_parts[0], start, work)
         trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
-        # its container of one optimizer counts as another one
+        # OptimizersContainer is itself counted as an optimizer
         clock = StepClock(optimizers=2)
         trainer.train()
         parameters = sum(p.numel() for p in trainer.model_parts[0].parameters())

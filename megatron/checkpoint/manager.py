@@ -195,7 +195,7 @@ class CheckpointManager:
         local = self.local_checkpoints
         is_local = local is not None and local.save(iteration, pairs, state)
 
-        # 2. Now, where there is nothing that the writer processes can read.
+        # 2. Synchronously, where there is nothing that the writer processes could read.
         if self.background is None or not (self.staging or is_local):
             where = self.root, iteration, pairs, state, self.ranks
             save_checkpoint(*where, verify=self.verify, before=self.before)

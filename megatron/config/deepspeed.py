@@ -111,9 +111,9 @@ class DeepSpeedFile:
         if key == DEVICE:
             return self._offload(value)
         style = answers("schedules").get(str(self.keys.get("scheduler.type")))
-        if key == "scheduler.type" and style is None:
-            raise UserError(f"not a schedule here; {INSTEAD}")
         if key == "scheduler.type":
+            if style is None:
+                raise UserError(f"not a schedule here; {INSTEAD}")
             return self._settle("lr_decay_style", style)
         field = field_of(key)
         if field is None or (style is None and key.startswith("scheduler.")):

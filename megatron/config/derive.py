@@ -396,7 +396,7 @@ def _table(run: RunView) -> None:
 
 
 def _read(run: RunView, field: str, value: str) -> Any:
-    """The value of a row."""
+    """The value that a row of DERIVED_VALUES gives to a field."""
     if value.startswith("@"):
         return getattr(run, value[1:])
     return None if value == "None" else FIELDS[field].parse([value])

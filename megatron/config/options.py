@@ -43,7 +43,7 @@ def read_table(table: str) -> dict[str, str]:
     """The rows `KEY: TEXT` of a table, which indented lines continue; # begins a comment."""
     without_comments = re.sub(r"(?m)^#.*\n", "", table.strip())
     lines = (" ".join(row.split()) for row in re.split(r"\n(?! )", without_comments))
-    return {conditions: text for conditions, _, text in (row.partition(": ") for row in lines)}
+    return {name: text for name, _, text in (row.partition(": ") for row in lines)}
 
 
 @dataclass(frozen=True)

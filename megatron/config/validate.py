@@ -49,7 +49,7 @@ RULES: list[tuple[str, Rule]] = []
 
 
 def rule(conditions: str) -> Callable[[Rule], Rule]:
-    """Adds a rule, which is asked where conditions hold (see `RunView.holds`)."""
+    """Register a rule that is checked where conditions hold (see `RunView.holds`)."""
 
     def added(function: Rule) -> Rule:
         RULES.append((conditions, function))

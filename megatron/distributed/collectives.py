@@ -392,7 +392,7 @@ def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[slice, Te
 
 
 def start_send(x: Tensor, to: int, axis: Axis, tag: int = 0) -> Handle:
-    """A message to rank `to` of an axis; the handle keeps its tensor alive."""
+    """Send x to rank `to` of an axis; the handle keeps its tensor alive."""
     backend = backend_of(axis)
     x = x.cpu() if x.is_cuda and backend.on_host else x.contiguous()
     return backend.isend(x, to, axis, tag)
@@ -406,7 +406,7 @@ def start_receive(
     axis: Axis,
     tag: int = 0,
 ) -> Handle:
-    """A message from rank `source` of an axis, of a shape and dtype that both ranks know."""
+    """Receive a tensor of a known shape and dtype from rank `source` of an axis."""
     backend = backend_of(axis)
     on_host = backend.on_host and device.type == "cuda"
     x = torch.empty(shape, dtype=dtype, device="cpu" if on_host else device)

@@ -147,7 +147,7 @@ def slurm_job(environment: Environment = os.environ) -> str:
 
 
 def _find_launcher(environment: Environment) -> Launcher | None:
-    """The first launcher whose size is above 1, else the first one. PMIx may set no size."""
+    """The first launcher whose size is not 1, else the first one. PMIx may set no size."""
     started = [launcher for launcher in LAUNCHERS if _is_started_by(launcher, environment)]
     sizes = [(each, _first(environment, each.size)) for each in started]
     # srun without its count is an error; others without a size yield to one that has it

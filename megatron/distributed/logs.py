@@ -74,7 +74,7 @@ class JobHandler(logging.Handler):
                     print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
     def _is_news(self, text: str) -> bool:
-        """Enter a text in the store; whether no other rank has."""
+        """Enter a text in the store; returns whether no other rank had entered it."""
         with contextlib.suppress(RuntimeError):  # the store is closed: better twice than never
             return self.store is None or self.store.add(_key(text), 1) == 1
         return True

@@ -62,7 +62,7 @@ def _undeclared(model: GPTModel) -> Iterator[str]:
             other = holder.setdefault(tensor.name, name)
             if other != name and tensor.copies != "tied":
                 yield f"{name}: its name in checkpoints is that of {other} too; rename it"
-            # Its author alone knows whether the ranks see the same values or parts of a sum.
+            # Only the module's author knows whether ranks see the same values or parts of a sum.
             if model.tp.size > 1 and tensor.grad_sum is None:
                 yield (
                     f"{name}: all tensor-parallel ranks hold it, and it is not declared how its "

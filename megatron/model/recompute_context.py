@@ -201,15 +201,15 @@ class RecomputeContext:
             call = partial(function, **constants)
             if self.results is None:
                 return call(*inputs)
-            recomputed = self._computation(call, inputs)
+            recomputation = self._computation(call, inputs)
             # Nothing inside is a separate choice: its hooks are replaced by those that drop.
             results, self.results = self.results, None
             try:
-                with saved_tensors_hooks(recomputed.drop, unpack):
+                with saved_tensors_hooks(recomputation.drop, unpack):
                     y = call(*inputs)
             finally:
                 self.results = results
-            self._mark(recomputed, y)
+            self._mark(recomputation, y)
             return y
 
         return run

@@ -109,7 +109,7 @@ class BufferLayout:
 
 
 class Segment(NamedTuple):
-    """A range of what a rank updates, and what an update rule multiplies there."""
+    """A range of what a rank updates, and the group of its parameters."""
 
     part: slice
     param_group: ParamGroup

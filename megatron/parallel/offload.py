@@ -105,7 +105,7 @@ class HostBuffer(NamedTuple):
 
 
 def host_buffer(device: torch.device, size: int) -> HostBuffer:
-    """A new host buffer. Nothing waits for its event, which was never recorded."""
+    """A new host buffer. A wait for its event returns at once until the event is recorded."""
     return HostBuffer(host_memory(size, torch.uint8, device), device_streams(device).Event())
 
 

@@ -1,4 +1,4 @@
-"""Text of the machine itself, so that none has to travel: Python sources of installed packages.
+"""Build a corpus of the Python sources of installed packages, so that no text has to be copied.
 
     python scripts/gpu/corpus.py FOLDER MEGABYTES WORDS
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END = "<|endoftext|>"
-MOST = 1 << 20  # bytes of a file: longer ones are tables
+MAX_FILE_BYTES = 1 << 20  # longer files are mostly tables
 
 
 def sources(megabytes: int) -> Iterator[str]:
@@ -29,7 +29,7 @@ def sources(megabytes: int) -> Iterator[str]:
     for name in sorted(by_name, key=lambda name: sha256(name.encode()).digest()):
         if left <= 0:
             return
-        if not by_name[name].is_file() or by_name[name].stat().st_size > MOST:
+        if not by_name[name].is_file() or by_name[name].stat().st_size > MAX_FILE_BYTES:
             continue
         content = by_name[name].read_bytes()
         digest = sha256(content).digest()
@@ -53,10 +53,10 @@ def learn(texts: list[str], words: int) -> Tokenizer:
     return tokenizer
 
 
-def main(words: list[str]) -> int:
-    folder = Path(words[0])
+def main(arguments: list[str]) -> int:
+    folder = Path(arguments[0])
     folder.mkdir(parents=True, exist_ok=True)
-    megabytes = int(words[1])
+    megabytes = int(arguments[1])
     texts = list(sources(megabytes))
     found = sum(map(len, texts))
     if found < 500_000 * megabytes:
@@ -64,7 +64,7 @@ def main(words: list[str]) -> int:
         return 1
     with open(folder / "text.jsonl", "w") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    learn(texts[::10], int(words[2])).save(str(folder / "tokenizer.json"))
+    learn(texts[::10], int(arguments[2])).save(str(folder / "tokenizer.json"))
     digest = sha256("".join(texts).encode()).hexdigest()
     print(json.dumps({"files": len(texts), "characters": found, "sha256": digest}))
     return 0

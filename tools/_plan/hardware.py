@@ -137,7 +137,7 @@ class Seconds(dict[str, float]):
         return sum(self.values())
 
     def add(self, other: Seconds, times: int = 1) -> None:
-        """With `times` of another pass."""
+        """Add `times` times another pass."""
         for name, value in other.items():
             self[name] = self.get(name, 0.0) + times * value
 

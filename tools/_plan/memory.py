@@ -236,7 +236,7 @@ def schedule_of(config: Config, world_size: int, *, steady: bool = False) -> Sch
 def schedule_arguments(
     config: Config, micro_batches: int, *, steady: bool = False
 ) -> ScheduleArguments:
-    """Those of `build_schedule`."""
+    """The arguments of `build_schedule` for a run."""
     distributed = config.distributed
     name, ranks = distributed.pipeline_schedule, distributed.pipeline_model_parallel_size
     if steady:

@@ -553,7 +553,7 @@ def least_pipeline_seconds(
 
 
 def _least_cost(passes: StageSeconds, pairs: bool) -> Cost:
-    """`pairs`: run in pairs, which hide at most all that is sent to experts."""
+    """The least cost of passes; in `pairs`, which hide at most all that is sent to experts."""
     forward, inputs, weights = passes
     through, late = forward.total + inputs.total, weights.total
     hidden = forward.get("ep", 0.0) + inputs.get("ep", 0.0) if pairs else 0.0

@@ -75,7 +75,7 @@ class Goodput:
         return self.productive / (self.wall or 1.0)
 
     def headline(self) -> str:
-        """One line."""
+        """One line: goodput, starts, repeated and skipped steps."""
         return (
             f"goodput {self.share:.1%} of {self.wall:.1f} s, {self.starts} starts, "
             f"{self.replayed:.0f} steps repeated, {self.skipped:.0f} skipped"
