@@ -9,7 +9,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -164,6 +164,21 @@ def rank_samples(tokens: Tensor, step: int, work: Work, rank: int) -> tuple[Tens
     """
     batch = tokens[step * work.step_samples : (step + 1) * work.step_samples]
     return batch.view(work.accumulation, work.data_parallel, work.micro_batch, -1)[:, rank].unbind()
+
+
+def token_batches(tokens: Tensor, work: Work) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """The micro-batches of one process, in order, as torchtitan takes them."""
+    for step in range(work.steps):
+        for batch in rank_samples(tokens, step, work, 0):
+            yield {"input": batch[:, :-1]}, batch[:, 1:]
+
+
+def interleaved_rotary(weight: Tensor, work: Work) -> Tensor:
+    """A query or key weight whose rotary pairs are half a head apart, for a model whose rotary
+    pairs are neighbouring channels.
+    """
+    halves = weight.view(-1, 2, work.hidden // work.heads // 2, work.hidden)
+    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 class StepClock:

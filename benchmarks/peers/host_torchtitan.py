@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from common import Work, parse_work, rank_samples, tensor_of
+from common import Work, interleaved_rotary, parse_work, tensor_of, token_batches
 from torch import Tensor
 from torchtitan.tools import utils
 from turns import Turns
@@ -99,9 +99,7 @@ class Batches(BaseDataLoader):
         pass
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        for step in range(self.work.steps):
-            for batch in rank_samples(self.tokens, step, self.work, 0):
-                yield {"input": batch[:, :-1]}, batch[:, 1:]
+        return token_batches(self.tokens, self.work)
 
     def state_dict(self) -> dict:
         return {}
@@ -193,9 +191,7 @@ def config_of(work: Work, kind: str) -> Trainer.Config:
 
 @torch.no_grad()
 def load(model: torch.nn.Module, start: Mapping[str, np.ndarray], work: Work) -> None:
-    """Take the initial weights; those of the norms are ones already. The two channels of a pair
-    that rotary turns are neighbours here, and half a head apart in the start.
-    """
+    """Take the initial weights; those of the norms are ones already."""
     put(model.tok_embeddings.weight, tensor_of(start, "embedding.word.weight"))
     put(model.lm_head.weight, tensor_of(start, "head.weight"))
     for index, layer in model.layers.items():
@@ -204,8 +200,7 @@ def load(model: torch.nn.Module, start: Mapping[str, np.ndarray], work: Work) ->
         for name in "qkv":
             weight = tensor_of(start, f"{attention}.{name}.weight")
             if name != "v":
-                halves = weight.view(-1, 2, work.hidden // work.heads // 2, work.hidden)
-                weight = halves.transpose(1, 2).reshape(weight.shape)
+                weight = interleaved_rotary(weight, work)
             heads.append(weight.view(work.key_heads, -1, work.hidden))
         put(layer.attention.qkv_linear.wqkv.weight, torch.cat(heads, 1).flatten(0, 1))
         put(layer.attention.wo.weight, tensor_of(start, f"{attention}.proj.weight"))

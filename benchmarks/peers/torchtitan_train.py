@@ -2,8 +2,8 @@
 torch.compile. Run by benchmarks/training.py on a GPU; 0.2.2 is the last version for torch 2.11.
 
 The data loader and the learning rate schedule, which torchtitan lets a model replace, are those of
-the work. Activation checkpointing, logging and saving are off. Shims: what is logged
-is kept instead of printed; for a rehearsal, that a CPU is a device:
+the work. Activation checkpointing, logging and saving are off. Shims: what is logged is kept
+instead of printed; without a GPU, torchtitan is given the CPU as its device, which rehearses it:
 
     PYTHONPATH=FOLDER python torchtitan_train.py START --steps 6 --warmup 2 --lr_warmup 2
 
@@ -21,7 +21,15 @@ from importlib.metadata import version
 import numpy as np
 import torch
 import torch._utils
-from common import StepClock, Work, parse_work, rank_samples, report, tensor_of
+from common import (
+    StepClock,
+    Work,
+    interleaved_rotary,
+    parse_work,
+    report,
+    tensor_of,
+    token_batches,
+)
 from torch import Tensor
 
 SINGLE_RANK = {
@@ -70,9 +78,7 @@ class Batches(BaseDataLoader):
         self.tokens, self.work = tokens, work
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        for step in range(self.work.steps):
-            for batch in rank_samples(self.tokens, step, self.work, 0):
-                yield {"input": batch[:, :-1]}, batch[:, 1:]
+        return token_batches(self.tokens, self.work)
 
     def state_dict(self) -> dict:
         return {}
@@ -104,11 +110,11 @@ def register(work: Work, tokens: Tensor) -> None:
 
 
 def rates_of(work: Work) -> Callable[..., LRSchedulersContainer]:
-    """What builds the work's learning rates."""
+    """A builder of the work's learning rate schedule, as torchtitan calls it."""
 
     def build(optimizers: OptimizersContainer, *_: object) -> LRSchedulersContainer:
         def share(step: int) -> float:
-            # the scheduler steps once more after the last step
+            # The scheduler steps once more after the last step.
             return work.learning_rate(min(step, work.steps - 1)) / work.lr
 
         return LRSchedulersContainer(optimizers, share)
@@ -137,9 +143,7 @@ def config_of(work: Work, folder: str) -> JobConfig:
 
 @torch.no_grad()
 def load(model: torch.nn.Module, start: Mapping[str, np.ndarray], work: Work) -> None:
-    """Take the initial weights; those of the norms are ones already. The two channels of a pair
-    that rotary turns are neighbours here, and half a head apart in the start.
-    """
+    """Take the initial weights; those of the norms are ones already."""
     model.tok_embeddings.weight.copy_(tensor_of(start, "embedding.word.weight"))
     model.output.weight.copy_(tensor_of(start, "head.weight"))
     for index, layer in model.layers.items():
@@ -147,8 +151,7 @@ def load(model: torch.nn.Module, start: Mapping[str, np.ndarray], work: Work) ->
         for name in "qkv":
             weight = tensor_of(start, f"{attention}.{name}.weight")
             if name != "v":
-                halves = weight.view(-1, 2, work.hidden // work.heads // 2, work.hidden)
-                weight = halves.transpose(1, 2).reshape(weight.shape)
+                weight = interleaved_rotary(weight, work)
             getattr(layer.attention, f"w{name}").weight.copy_(weight)
         layer.attention.wo.weight.copy_(tensor_of(start, f"{attention}.proj.weight"))
         for own, logical in (("w1", "gate"), ("w3", "up"), ("w2", "down")):

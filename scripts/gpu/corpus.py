@@ -1,9 +1,9 @@
 """Build a corpus of the Python sources of installed packages, so that no text has to be copied.
 
-    python scripts/gpu/corpus.py FOLDER MEGABYTES WORDS
+    python scripts/gpu/corpus.py FOLDER MEGABYTES VOCAB_SIZE
 
 Writes FOLDER/text.jsonl, a file a line without copies, and FOLDER/tokenizer.json, a byte-level BPE
-of WORDS entries learned from every tenth line. Prints what it took as a JSON object.
+of VOCAB_SIZE entries learned from every tenth line. Prints what was read as a JSON object.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def sources(megabytes: int) -> Iterator[str]:
             yield text
 
 
-def learn(texts: list[str], words: int) -> Tokenizer:
+def learn(texts: list[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE whose first entry ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=words, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     texts = list(sources(megabytes))
     found = sum(map(len, texts))
     if found < 500_000 * megabytes:
-        print(f"{found} characters of {megabytes} MB are there", file=sys.stderr)
+        print(f"{found} characters found; {megabytes} MB were asked for", file=sys.stderr)
         return 1
     with open(folder / "text.jsonl", "w") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)

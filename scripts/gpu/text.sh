@@ -3,15 +3,15 @@
 # its CPU in fp32 and how far the two are apart, generated text, and the page of the run. Usage and environment: common.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 begin text "$@"
-megabytes=140 entries=50304 iterations=2014
-[ -z "$rehearse" ] || megabytes=1 entries=512 iterations=20
+megabytes=140 vocab=50304 iterations=2014
+[ -z "$rehearse" ] || megabytes=1 vocab=512 iterations=20
 text="$W/gpu-checkpoints"  # which does not travel back
 model 125M 1
 model+=(--train-iters "$iterations" --log-interval 19 --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05
   --weight-decay 0.1 --adam-beta2 0.95 --no-mock-data --data-path "$text/text_text_document" --split 98,2,0 --eval-iters 10
-  --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$text/tokenizer.json" --vocab-size "$entries")
+  --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$text/tokenizer.json" --vocab-size "$vocab")
 first=(--exit-interval 3 --log-interval 1)
-stage corpus 60 "$python" scripts/gpu/corpus.py "$text" "$megabytes" "$entries"
+stage corpus 60 "$python" scripts/gpu/corpus.py "$text" "$megabytes" "$vocab"
 stage tokens 45 "$python" tools/preprocess_data.py --input "$text/text.jsonl" --output-prefix "$text/text" --append-eod \
   --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$text/tokenizer.json"
 # an exit in time saves, too
