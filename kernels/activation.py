@@ -26,15 +26,7 @@ import torch
 import torch.nn.functional as F
 from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import (
-    capability,
-    cdiv,
-    jit,
-    launch,
-    next_power_of_2,
-    operator,
-    tl,
-)
+from megatron.kernels.lang import capability, cdiv, jit, launch, next_power_of_2, operator, tl
 from torch import Tensor
 
 # kind -> the function of a

@@ -23,15 +23,7 @@ from __future__ import annotations
 import torch
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import store_rounded
-from megatron.kernels.lang import (
-    capability,
-    cdiv,
-    jit,
-    launch,
-    next_power_of_2,
-    operator,
-    tl,
-)
+from megatron.kernels.lang import capability, cdiv, jit, launch, next_power_of_2, operator, tl
 from torch import Tensor
 
 GROUP = 8  # tiles of rows whose programs follow each other, so that they find W in the cache

@@ -29,15 +29,7 @@ from functools import partial
 import torch
 from megatron.kernels import philox
 from megatron.kernels.configurations import KernelLaunch, find
-from megatron.kernels.lang import (
-    capability,
-    cdiv,
-    jit,
-    launch,
-    next_power_of_2,
-    operator,
-    tl,
-)
+from megatron.kernels.lang import capability, cdiv, jit, launch, next_power_of_2, operator, tl
 from megatron.kernels.random import philox4x32
 from torch import Tensor
 

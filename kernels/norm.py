@@ -25,15 +25,7 @@ from __future__ import annotations
 import torch
 from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import (
-    capability,
-    cdiv,
-    jit,
-    launch,
-    next_power_of_2,
-    operator,
-    tl,
-)
+from megatron.kernels.lang import capability, cdiv, jit, launch, next_power_of_2, operator, tl
 from torch import Tensor
 
 WIDEST = {"forward": 32768, "backward": 8192}  # elements of a row that a program holds in registers

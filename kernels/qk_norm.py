@@ -26,15 +26,7 @@ from typing import Any
 import torch
 from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import (
-    capability,
-    cdiv,
-    jit,
-    launch,
-    next_power_of_2,
-    operator,
-    tl,
-)
+from megatron.kernels.lang import capability, cdiv, jit, launch, next_power_of_2, operator, tl
 from megatron.kernels.norm import (
     allocate_gradients,
     allocate_outputs,

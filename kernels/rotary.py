@@ -20,15 +20,7 @@ from __future__ import annotations
 import torch
 from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import (
-    capability,
-    cdiv,
-    jit,
-    launch,
-    next_power_of_2,
-    operator,
-    tl,
-)
+from megatron.kernels.lang import capability, cdiv, jit, launch, next_power_of_2, operator, tl
 from torch import Tensor
 
 

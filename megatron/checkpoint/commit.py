@@ -18,14 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron.checkpoint.files import (
-    FOLDER_MODE,
-    clean,
-    hold,
-    make_root,
-    sync_folder,
-    write_file,
-)
+from megatron.checkpoint.files import FOLDER_MODE, clean, hold, make_root, sync_folder, write_file
 from megatron.checkpoint.index import Index, newest_first, read_manifest
 from megatron.checkpoint.manifest import (
     MANIFEST,

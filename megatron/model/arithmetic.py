@@ -16,11 +16,7 @@ from typing import Any
 
 from megatron.config.derive import ExpertRanks
 from megatron.config.groups import ModelConfig
-from megatron.model.layer import (
-    layer_parameters,
-    representative_layer,
-    vocabulary_matrix,
-)
+from megatron.model.layer import layer_parameters, representative_layer, vocabulary_matrix
 from megatron.model.spec import ParameterSpec
 
 

@@ -33,14 +33,7 @@ from megatron.model.model_parallel import ONE_RANK, ModelParallel, TensorParalle
 from megatron.model.norm import AddNorm
 from megatron.model.recompute import NO_RECOMPUTE, LayerRecompute, always_rebuilt
 from megatron.model.recompute_context import ParkedTensors, RecomputeContext
-from megatron.model.spec import (
-    ParameterSpec,
-    Shard,
-    matrix,
-    normal,
-    spec_of,
-    whole_on_every_rank,
-)
+from megatron.model.spec import ParameterSpec, Shard, matrix, normal, spec_of, whole_on_every_rank
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,7 @@ from megatron.training.evaluate import evaluate, readable, sample_page, write_sa
 from megatron.training.exit import Exit
 from megatron.training.reporting import Interval, consumed, log
 from megatron.training.run import Run
-from megatron.training.step import (
-    StepMetrics,
-    non_finite_micro_batches,
-    train_step,
-)
+from megatron.training.step import StepMetrics, non_finite_micro_batches, train_step
 
 logger = logging.getLogger(__name__)
 

@@ -54,13 +54,7 @@ from megatron.parallel.pipeline import Pipeline, aux_losses_of
 from megatron.parallel.zero import Zero
 from megatron.training.advisor import Advisor, Forecast
 from megatron.training.banner import describe, peak_tflops_of, run_record
-from megatron.training.checkpointing import (
-    claim_save_folder,
-    fetch,
-    finalize,
-    load,
-    make_manager,
-)
+from megatron.training.checkpointing import claim_save_folder, fetch, finalize, load, make_manager
 from megatron.training.exit import Exit, ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
 from megatron.training.prepare import check_kernels, prepare

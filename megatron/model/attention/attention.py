@@ -30,12 +30,7 @@ from megatron.model.attention.ring_attention import (
     RingAttention,
     ring_steps,
 )
-from megatron.model.attention.rotary import (
-    Rotary,
-    RotaryInPlace,
-    RotaryOfProjection,
-    apply_rotary,
-)
+from megatron.model.attention.rotary import Rotary, RotaryInPlace, RotaryOfProjection, apply_rotary
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.linear import ColumnLinear, RowLinear
 from megatron.model.model_parallel import NO_CP, ONE_RANK, ContextParallel, ModelParallel
