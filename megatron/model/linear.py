@@ -31,6 +31,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,21 +58,34 @@ from megatron.model.spec import ParameterSpec
 
 # rows and columns that one block of threads of a large GEMM computes on Hopper, at most
 TILE = (128, 256)
+# torch.nn.functional.linear without a graph, for fp32 on a CPU: torch takes MKL there, which needs
+# 5 to 20% more time than oneDNN on AMD's CPUs
+linear_on_cpu = F.linear
+if torch.backends.mkldnn.is_available():
+    linear_on_cpu = partial(
+        torch.ops.mkldnn._linear_pointwise.default, attr="none", scalars=[], algorithm=""
+    )
 # the attribute of a weight whose gradients are deferred: the list that they are put onto
 DEFERRED = "deferred_grads"
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear without a graph."""
+    function = linear_on_cpu if x.is_cpu and x.dtype is torch.float32 else F.linear
+    return function(x, weight, bias)
+
+
 def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear, of 8-bit floats where the weight is marked for them."""
+    """`linear`, of 8-bit floats where the weight is marked for them."""
     fp8 = getattr(weight, FP8, None)
-    return F.linear(x, weight, bias) if fp8 is None else fp8.forward(x, weight, bias)
+    return linear(x, weight, bias) if fp8 is None else fp8.forward(x, weight, bias)
 
 
 def dgrad(dy: Tensor, weight: Tensor, *, weight_grad: bool) -> tuple[Tensor, Tensor | Quantised]:
     """dy [s, b, o] times weight [o, i], and what `accumulate_weight_grad` takes as dy next."""
     fp8 = getattr(weight, FP8, None)
     if fp8 is None:
-        return dy.matmul(weight), dy
+        return linear(dy, weight.t()), dy
     return fp8.input_grad(dy, weight, weight_grad=weight_grad)
 
 
@@ -227,7 +241,7 @@ def deferring_weight_grads(module: nn.Module) -> Iterator[list[WeightGrad]]:
 
 class _Linear(torch.autograd.Function):
     """A linear layer whose weight is whole on this rank; `tp` is not read. It runs for every matrix
-    of an ordinary run, so `gemm`, `dgrad` and `_add_gradients` are written out.
+    of an ordinary run, so `linear`, `gemm`, `dgrad` and `_add_gradients` are written out.
     """
 
     @staticmethod
@@ -237,7 +251,10 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
         fp8 = getattr(weight, FP8, None)
-        return F.linear(x, weight, bias) if fp8 is None else fp8.forward(x, weight, bias)
+        if fp8 is not None:
+            return fp8.forward(x, weight, bias)
+        function = linear_on_cpu if x.is_cpu and x.dtype is torch.float32 else F.linear
+        return function(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -248,7 +265,8 @@ class _Linear(torch.autograd.Function):
         # dgrad. With 8-bit floats it quantizes dy for the wgrad that follows, too.
         dy_for_wgrad: Tensor | Quantised
         if fp8 is None:
-            dx, dy_for_wgrad = dy.matmul(weight), dy
+            function = linear_on_cpu if dy.is_cpu and dy.dtype is torch.float32 else F.linear
+            dx, dy_for_wgrad = function(dy, weight.t(), None), dy
         else:
             dx, dy_for_wgrad = fp8.input_grad(
                 dy, weight, weight_grad=deferred is None and not frozen
@@ -340,7 +358,7 @@ class _RowLinear(torch.autograd.Function):
             y = all_reduce(gemm(x, weight), tp.axis)
         elif _cuts(tp, x, weight, weight.shape[0] // 2):
             # the first half of the outputs is summed alongside the GEMM of the second
-            halves = [start_reduce_scatter(F.linear(x, half), tp.axis) for half in weight.chunk(2)]
+            halves = [start_reduce_scatter(linear(x, half), tp.axis) for half in weight.chunk(2)]
             y = torch.cat([half.wait() for half in halves], dim=-1)
         else:
             y = reduce_scatter(gemm(x, weight), tp.axis)

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.workspace import HEAD_CHUNK_BYTES, LOSS_CHUNK_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
-from megatron.model.linear import accumulate_weight_grad
+from megatron.model.linear import accumulate_weight_grad, linear
 from megatron.model.model_parallel import NO_TP, TensorParallel
 
 
@@ -196,7 +195,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = _whole(x, sharded.tp).flatten(0, 1)
         own = labels.flatten() - sharded.first
         parts = [
-            sharded.reduce(F.linear(rows[piece], weight), own[piece])
+            sharded.reduce(linear(rows[piece], weight), own[piece])
             for piece in _chunks(rows, weight)
         ]
         loss, lse = sharded.combine(torch.cat(parts, 1))
@@ -213,7 +212,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(whole, memory_format=torch.contiguous_format)
         for piece in _chunks(rows := whole.flatten(0, 1), weight):
             # The chunk's logits once more, turned into their gradient where they are.
-            dlogits = F.linear(rows[piece], weight)
+            dlogits = linear(rows[piece], weight)
             ctx.sharded.into_gradient(dlogits, own[piece], lse[piece], dloss[piece], dlse[piece])
             # dgrad, then wgrad into main_grad: the first chunk may overwrite, the others add.
             torch.mm(dlogits, weight, out=dx.flatten(0, 1)[piece])

@@ -13,7 +13,7 @@ LINES = {
     "megatron/config": 4723,
     "megatron/data": 1421,
     "megatron/distributed": 2283,
-    "megatron/model": 6059,
+    "megatron/model": 6078,
     "megatron/observe": 1164,
     "megatron/optimizer": 1495,
     "megatron/parallel": 3124,

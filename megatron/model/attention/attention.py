@@ -7,6 +7,7 @@ s query length, t key length, b batch, n query heads, g key/value heads, d head 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +148,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale:
     seen = None if simple else mask.dense(q.shape[2], k.shape[2], q.device)  # [b or 1, 1, s, t]
     if not q.is_cuda and q.element_size() == 2:
         # the backward pass of torch's CPU kernel takes three times as long in bf16
-        q, k, v = q.float(), k.float(), v.float()
+        wide = partial(Tensor.to, dtype=torch.float32, memory_format=torch.contiguous_format)
+        q, k, v = map(wide, (q, k, v))
     elif (
         q.is_cuda
         and (seen is not None or q.element_size() > 2)
