@@ -6,21 +6,23 @@ megatron-core. Mixtures of experts are measured against Hugging Face Trainer and
     python benchmarks/training.py --setup DIR    # once: the peers' environments, pinned
     python benchmarks/training.py --peers DIR --settings fp32 --out docs/results/training_cpu.json
 
-Every run is a whole job (torchrun, where it has several processes) that trains the same
+Every program trains the same
 8.9M-parameter Llama-style GPT (18.5M with experts, 9.0M in the shape of GPT-2) from the same
-weights on the same tokens (peers: benchmarks/peers/) and is timed from the end of its last warm-up
-step to the end of its last step; ours is `pretrain_gpt.py` itself, timed by the stamps of its
-console lines. A round runs ours
-and each peer once, in turning order. A ratio is our tokens per second by the peer's in the same
-round; it passes by ratio_rule.py. The table ends with the mean loss of the last steps of both
+weights on the same tokens (peers: benchmarks/peers/); ours is `pretrain_gpt.py`. On a CPU all
+programs of a setting are started together and take their steps in turns: one trains a few steps
+while the others wait, in turning order, so that a machine whose speed drifts is the same for all.
+Every 7 turns all are started anew. A ratio is our tokens per second by the peer's in the same round
+of turns; it passes by ratio_rule.py. The table ends with the mean loss of the last steps of both
 sides: equal work gives equal losses (litgpt alone draws its own weights). A pair counts when
-other processes used less than --quiet cores during both of its runs; the JSON keeps every run,
+other processes used less than --quiet cores during both of its turns; the JSON keeps every turn,
 counted or not. On a machine that never is quiet, --cpu-time compares tokens per CPU second on one
 thread instead: less than the whole truth, but steady. torch.compile is off everywhere, AdamW is
 torch's fused kernel, gradients are clipped to 1, master weights and moments are fp32, and gradients
 are summed over ranks in fp32 (DeepSpeed with bf16: in bf16).
 
-On a GPU (scripts/gpu/peers.sh) the plain loop also runs under torch.compile and with Liger's
+On a GPU (scripts/gpu/peers.sh) every run is a whole job, timed from the end of its last warm-up
+step to the end of its last step, ours by the stamps of its console lines. The plain loop also runs
+under torch.compile and with Liger's
 kernels, and peers run in this interpreter's environment. A row there has MFU and peak memory, and
 fails when the mean losses of the warm-up steps differ by more than 1e-3 of themselves.
 """
@@ -51,9 +53,9 @@ if not __package__:  # run as a file: this folder's `kernels` and `data` must hi
     sys.path[0] = str(ROOT)
 
 from megatron.benchmarks import ratio_rule
-from megatron.benchmarks.peers.common import Work
+from megatron.benchmarks.peers.common import STEPS_IN_TURNS, Work
 from megatron.benchmarks.peers.start import write_start
-from megatron.benchmarks.turn_group import KEPT_MEMORY
+from megatron.benchmarks.turn_group import KEPT_MEMORY, Group
 from megatron.tools._report.metrics_file import read_metrics
 
 TORCH = "torch==2.13.0"
@@ -170,6 +172,8 @@ SHAPES = {
     "--activation gelu",
 }
 GOAL = 1.0
+TURN_STEPS = 4  # micro-batches of a turn on a CPU
+TURNS = 7  # of a program until all are started anew
 STAMP = re.compile(r" \[([^]]+)\] iteration +(\d+)/")
 
 
@@ -235,10 +239,11 @@ def our_flags(work: Work) -> list[str]:
     ]
 
 
-def command_of(who: str, work: Work, peers: Path, start: Path) -> list[str]:
-    """One whole run as a command line."""
+def command_of(who: str, work: Work, peers: Path, start: Path, in_turns: bool = False) -> list[str]:
+    """One program as a command line."""
     if who == "ours":
-        python, script, arguments = sys.executable, ROOT / "pretrain_gpt.py", our_flags(work)
+        script = SCRIPTS / "host_ours.py" if in_turns else ROOT / "pretrain_gpt.py"
+        python, arguments = sys.executable, our_flags(work)
     else:
         peer = PEERS[who]
         python = (
@@ -250,7 +255,7 @@ def command_of(who: str, work: Work, peers: Path, start: Path) -> list[str]:
         arguments = [str(start), *replace(work, options=peer.options).arguments()]
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.processes)]
-        if work.processes > 1
+        if work.processes > 1 and not in_turns
         else []
     )
     return [python, *launcher, str(script), *arguments]
@@ -404,6 +409,9 @@ class Rule:
             if who == "ours" and (index, peer) in fine
         ]
 
+    def has_enough(self, runs: list[dict], setting: str, peers: list[str]) -> bool:
+        return all(len(self.counted(runs, setting, peer)) >= self.pairs for peer in peers)
+
 
 def rounds(
     name: str, work: Work, peers: list[str], folder: Path, start: Path, rule: Rule, runs: list[dict]
@@ -439,18 +447,76 @@ def rounds(
                 flush=True,
             )
             yield index
-        if all(len(rule.counted(runs, name, peer)) >= rule.pairs for peer in order[1:]):
+        if rule.has_enough(runs, name, order[1:]):
             return
 
 
+def turns(
+    name: str, work: Work, peers: list[str], folder: Path, start: Path, rule: Rule, runs: list[dict]
+) -> Iterator[int]:
+    """The same on a CPU, where all programs live at a time and take their steps in turns."""
+    steps = max(1, TURN_STEPS // work.accumulation)
+    # a clock begins after the first step
+    count = 1 + work.warmup + TURNS * steps
+    work = replace(work, steps=-(-count // work.warmup) * work.warmup)
+    order = ["ours", *(peer for peer in peers if PEERS[peer].takes(work))]
+    write_start(start, work, our_flags(work))
+    for first in range(0, 3 * rule.pairs, TURNS):
+        groups: dict[str, Group] = {}
+        try:
+            for who in order:
+                command = command_of(who, work, folder, start, in_turns=True)
+                groups[who] = Group(
+                    who, command, work.processes, work.threads, **{STEPS_IN_TURNS: "1"}
+                )
+            losses = [one_turn(group, work, work.warmup)["losses"] for group in groups.values()][0]
+            wait_until_quiet(rule.quiet)
+            for index in range(first, first + TURNS):
+                turn = index % len(order)
+                for who in order[turn:] + order[:turn]:
+                    answer = one_turn(groups[who], work, steps)
+                    if who == "ours":
+                        losses = answer["losses"] = losses + answer["losses"]
+                    runs.append({"setting": name, "round": index, "who": who, **answer})
+                    yield index
+            for who in order[1:]:
+                for answer in answers([(line, 0.0) for line in groups[who].rest()]):
+                    last = next(run for run in reversed(runs) if run["who"] == who)
+                    last["losses"] = answer["losses"][: len(losses)]
+        finally:
+            for group in groups.values():
+                group.end()
+        yield index
+        for peer in order[1:]:
+            ratios = [ours / theirs for ours, theirs in rule.counted(runs, name, peer)]
+            print(
+                f"{name}, {peer}: {len(ratios)} pairs, median ratio "
+                f"{statistics.median(ratios or [math.nan]):.3f}",
+                flush=True,
+            )
+        if rule.has_enough(runs, name, order[1:]):
+            return
+
+
+def one_turn(group: Group, work: Work, steps: int) -> dict:
+    """Speed and losses of a program's next steps, and how busy the machine was with other work."""
+    busy = busy_seconds()
+    ranks = group.turn(f"time {steps}")
+    seconds, cpu = max(rank["seconds"] for rank in ranks), sum(rank["cpu"] for rank in ranks)
+    return {
+        "tokens_per_second": steps * work.step_tokens / seconds,
+        "tokens_per_cpu_second": steps * work.step_tokens / cpu,
+        "others_cores": round(max(0.0, (busy_seconds() - busy - cpu) / seconds), 3),
+        "losses": ranks[0]["losses"],
+    }
+
+
 def last_loss(run: dict, work: Work) -> float | None:
-    """Mean loss of the last `warmup` steps: our last console line, the last losses of a peer (one
-    for each step, or one that it logged).
-    """
+    """Mean loss of the last `warmup` steps, of which our console lines are means."""
     losses = run["losses"]
-    if run["who"] == "ours" or len(losses) < work.steps:
-        return losses[-1] if losses else None
-    return statistics.mean(losses[-work.warmup :])
+    if run["who"] == "ours" and on_a_gpu(work):
+        return losses[-1]
+    return statistics.mean(losses[-work.warmup :]) if losses else None
 
 
 def summary(runs: list[dict], settings: dict[str, Work], rule: Rule) -> list[dict]:
@@ -468,9 +534,10 @@ def summary(runs: list[dict], settings: dict[str, Work], rule: Rule) -> list[dic
                 "theirs": statistics.median(theirs),
             }
             row["step_tokens"] = settings[setting].step_tokens
-            losses = {
-                r["who"]: last_loss(r, settings[setting]) for r in runs if r["setting"] == setting
-            }
+            losses = dict.fromkeys(("ours", peer))
+            for run in runs:
+                if run["setting"] == setting and run["losses"]:
+                    losses[run["who"]] = last_loss(run, settings[setting])
             row |= {"our_loss": losses["ours"], "their_loss": losses[peer]}
             row |= asdict(ratio_rule.verdict([a / b for a, b in pairs], GOAL))
             if on_a_gpu(settings[setting]):
@@ -587,7 +654,7 @@ def parser_of_flags() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where they are: measure",
     )
-    parser.add_argument("--pairs", type=int, default=ratio_rule.PAIRS)
+    parser.add_argument("--pairs", type=int, help="that count: 21 in turns, 7 of whole runs")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--against", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--threads", type=int, default=2, help="of all processes of a run together")
@@ -630,13 +697,14 @@ def shared_memory() -> Path | None:
 
 def measure(args: argparse.Namespace) -> None:
     """Run all pairs, keep every run in --out, and print the table."""
+    pairs = args.pairs or (7 if args.window else 21)
     if args.cpu_time:
-        threads, rule = 1, Rule(args.pairs, math.inf, "tokens_per_cpu_second")
+        threads, rule = 1, Rule(pairs, math.inf, "tokens_per_cpu_second")
     else:
-        threads, rule = args.threads, Rule(args.pairs, args.quiet, "tokens_per_second")
+        threads, rule = args.threads, Rule(pairs, args.quiet, "tokens_per_second")
     if args.window:
         until = time.monotonic() + args.window
-        rule = Rule(args.pairs, math.inf, "tokens_per_second", until, True)
+        rule = Rule(pairs, math.inf, "tokens_per_second", until, True)
     settings = {
         name: replace(SETTINGS[name], threads=max(1, threads // SETTINGS[name].processes))
         for name in args.settings
@@ -653,7 +721,8 @@ def measure(args: argparse.Namespace) -> None:
     is_large = any(map(on_a_gpu, settings.values()))
     with tempfile.TemporaryDirectory(dir=shared_memory() if is_large else None) as folder:
         for name, work in settings.items():
-            for _ in rounds(
+            method = rounds if on_a_gpu(work) else turns
+            for _ in method(
                 name, work, args.against, args.peers, Path(folder) / "start", rule, document["runs"]
             ):
                 document["rows"] = summary(document["runs"], settings, rule)

@@ -20,9 +20,11 @@ KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": f"{2**31 - 1}", "MALLOC_TRIM_THRESHOLD_
 
 
 class Group:
-    """Ranks of one command, with the variables of torchrun, one thread each."""
+    """Ranks of one command, with the variables of torchrun and those of `environ`."""
 
-    def __init__(self, system: str, command: list[str], processes: int):
+    def __init__(
+        self, system: str, command: list[str], processes: int, threads: int = 1, **environ: str
+    ):
         self.system = system
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -30,15 +32,16 @@ class Group:
         self.errors = tempfile.TemporaryFile("w+")
         self.ranks = []
         for rank in range(processes):
-            environ = {
+            variables = {
                 **os.environ,
+                **environ,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(processes),
                 "MASTER_ADDR": "127.0.0.1",
                 "LOCAL_WORLD_SIZE": str(processes),
                 "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": str(threads),
                 "DS_ACCELERATOR": "cpu",
                 **KEPT_MEMORY,
             }
@@ -49,7 +52,7 @@ class Group:
                     stdout=subprocess.PIPE,
                     stderr=self.errors,
                     text=True,
-                    env=environ,
+                    env=variables,
                     cwd=tempfile.gettempdir(),
                 )
             )
@@ -79,6 +82,16 @@ class Group:
         patience.cancel()
         return answers
 
+    def rest(self) -> list[str]:
+        """What rank 0 prints when there are no more turns, to its end."""
+        for rank in self.ranks:
+            rank.stdin.close()
+        patience = threading.Timer(PATIENCE, self.kill)
+        patience.start()
+        lines = [*self.ranks[0].stdout]
+        patience.cancel()
+        return lines
+
     def kill(self) -> None:
         for rank in self.ranks:
             rank.kill()
@@ -87,5 +100,7 @@ class Group:
         """Nothing is left to save, and DeepSpeed's threads sometimes stay for long."""
         self.kill()
         for rank in self.ranks:
-            rank.communicate()
+            rank.wait()
+            rank.stdin.close()
+            rank.stdout.close()
         self.errors.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+STEPS_IN_TURNS = "STEPS_IN_TURNS"  # the variable of StepClock
 
 
 @dataclass(frozen=True)
@@ -183,13 +186,19 @@ def interleaved_rotary(weight: Tensor, work: Work) -> Tensor:
 
 class StepClock:
     """Notes the time after each optimizer step of this process, whichever trainer takes it. A step
-    may be that of several optimizers.
+    may be that of several optimizers. Under STEPS_IN_TURNS the steps after the first are taken in
+    turns (turns.py).
     """
 
     def __init__(self, optimizers: int = 1):
         self.optimizers, self.ticks = optimizers, 0
         self.stamps: list[tuple[float, float]] = []  # elapsed, CPU seconds of this process
         self.rates: list[float] = []  # the learning rate of each step
+        self.turns = None
+        if STEPS_IN_TURNS in os.environ:
+            from turns import Turns
+
+            self.turns = Turns()
         register_optimizer_step_post_hook(self.tick)
 
     def tick(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -200,6 +209,8 @@ class StepClock:
             torch.cuda.synchronize()
         self.stamps.append((time.perf_counter(), time.process_time()))
         self.rates.append(optimizer.param_groups[0]["lr"])
+        if self.turns is not None:
+            next(self.turns, None)
 
     def rate_error(self, work: Work) -> float:
         """The largest difference of a step's learning rate from that of the work, by the peak."""
