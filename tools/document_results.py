@@ -174,25 +174,6 @@ for campaign in (
 # ---- training against other programs -------------------------------------------------------------
 
 
-@figure("training.one-process")
-def training_one_process() -> str:
-    rows = [
-        (
-            row["setting"],
-            row["peer"],
-            f"{row['ours']:.0f}",
-            f"{row['theirs']:.0f}",
-            ratio(row),
-            row["goal"],
-            verdict(row),
-        )
-        for name, precision in (("training_cpu_avx2", "fp32"), ("training_cpu", "bf16"))
-        for row in result(name)["rows"]
-        if row["setting"].startswith(precision)
-    ]
-    return table("setting | peer | ours, tokens/s | peer | ratio (95%) | goal | ", rows)
-
-
 def steps(name: str, default: str = "fp32, ") -> list[tuple[object, ...]]:
     """Speeds, milliseconds of a step and ratio of each comparison. `default` begins a setting that
     is shown without it.
@@ -226,8 +207,8 @@ def training_experts_apart() -> str:
     return f"{apart:.0e}"
 
 
-FIGURES["training.more"] = lambda: table(EXPERTS, steps("training_cpu_more", ""))
-FIGURES["training.two-processes"] = lambda: table(STEPS, steps("training_cpu_two_processes"))
+FIGURES["training.one-process"] = lambda: table(EXPERTS, steps("training_cpu", ""))
+FIGURES["training.two-processes"] = lambda: table(EXPERTS, steps("training_cpu_two_processes", ""))
 FIGURES["training.pipeline"] = lambda: table(STEPS, steps("training_cpu_pipeline"))
 
 
@@ -553,10 +534,10 @@ def readme_figures() -> str:
         (
             "training, 1 process, fp32",
             "Hugging Face Trainer",
-            chosen("training_cpu_avx2", setting="fp32", peer="Hugging Face Trainer"),
+            chosen(one, setting="fp32", peer="Hugging Face Trainer"),
         ),
         ("training, 1 process, bf16", "litgpt", chosen(one, setting="bf16", peer="litgpt")),
-        ("data parallel", "torch DDP", chosen(two, peer="torch DDP")),
+        ("data parallel", "torch DDP", chosen(two, setting="fp32, dp2", peer="torch DDP")),
         (
             "tensor parallel",
             "megatron-core",

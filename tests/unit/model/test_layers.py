@@ -90,6 +90,34 @@ def test_weight_gradients_make_no_dense_temporary(dtype, monkeypatch):
     torch.testing.assert_close(grad, expected)
 
 
+class Operators(TorchDispatchMode):
+    """The names of what is computed."""
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype, count", [(torch.float32, 2), (torch.float64, 0)])
+def test_onednn_multiplies_fp32_on_a_cpu(dtype, count):
+    """Forward and dgrad; sums of 48 products of numbers near 1 are off by 48 x 2^-24 at most."""
+    layer = materialise(linear(48, 16, bias=True), dtype)
+    x = randn(3, 2, 48, dtype=dtype, grad=True)
+    with Operators() as operators:
+        y = layer(x)
+        y.sum().backward()
+    assert operators.names.count("_linear_pointwise") == count
+    weight, bias = layer.weight.double(), layer.bias.double()
+    expected = F.linear(x.double(), weight, bias), weight.sum(0).expand(x.shape)
+    for found, wide in zip((y, x.grad), expected, strict=True):
+        bound = 48 * 2**-24 * (48 * x.abs().max() * weight.abs().max() + bias.abs().max())
+        assert (found - wide).abs().max() <= bound
+
+
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms_in_bf16_keep_statistics_wide(kind):
     """|error| of a bf16 result computed with wide statistics: a few roundings of 2^-9 relative to
