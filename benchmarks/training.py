@@ -469,20 +469,20 @@ def turns(
                 groups[who] = Group(
                     who, command, work.processes, work.threads, **{STEPS_IN_TURNS: "1"}
                 )
-            losses = [one_turn(group, work, work.warmup)["losses"] for group in groups.values()][0]
+            losses = {who: one_turn(groups[who], work, work.warmup)[1] for who in order}
             wait_until_quiet(rule.quiet)
             for index in range(first, first + TURNS):
                 turn = index % len(order)
                 for who in order[turn:] + order[:turn]:
-                    answer = one_turn(groups[who], work, steps)
-                    if who == "ours":
-                        losses = answer["losses"] = losses + answer["losses"]
-                    runs.append({"setting": name, "round": index, "who": who, **answer})
+                    speeds, more = one_turn(groups[who], work, steps)
+                    losses[who] += more
+                    runs.append({"setting": name, "round": index, "who": who, **speeds})
                     yield index
-            for who in order[1:]:
-                for answer in answers([(line, 0.0) for line in groups[who].rest()]):
-                    last = next(run for run in reversed(runs) if run["who"] == who)
-                    last["losses"] = answer["losses"][: len(losses)]
+            for who in order[1:]:  # peers report their losses at their end
+                (answer,) = answers([(line, 0.0) for line in groups[who].rest()])
+                losses[who] = answer["losses"][: len(losses["ours"])]
+            for run in runs[-len(order) :]:
+                run["losses"] = losses[run["who"]]
         finally:
             for group in groups.values():
                 group.end()
@@ -498,8 +498,10 @@ def turns(
             return
 
 
-def one_turn(group: Group, work: Work, steps: int) -> dict:
-    """Speed and losses of a program's next steps, and how busy the machine was with other work."""
+def one_turn(group: Group, work: Work, steps: int) -> tuple[dict, list[float]]:
+    """(speeds of a program's next steps and how busy the machine was with other work, our losses;
+    peers give none).
+    """
     busy = busy_seconds()
     ranks = group.turn(f"time {steps}")
     seconds, cpu = max(rank["seconds"] for rank in ranks), sum(rank["cpu"] for rank in ranks)
@@ -507,8 +509,8 @@ def one_turn(group: Group, work: Work, steps: int) -> dict:
         "tokens_per_second": steps * work.step_tokens / seconds,
         "tokens_per_cpu_second": steps * work.step_tokens / cpu,
         "others_cores": round(max(0.0, (busy_seconds() - busy - cpu) / seconds), 3),
-        "losses": ranks[0]["losses"],
-    }
+        "losses": [],
+    }, ranks[0]["losses"]
 
 
 def last_loss(run: dict, work: Work) -> float | None:

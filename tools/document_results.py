@@ -208,7 +208,10 @@ def training_experts_apart() -> str:
 
 
 FIGURES["training.one-process"] = lambda: table(EXPERTS, steps("training_cpu", ""))
-FIGURES["training.two-processes"] = lambda: table(EXPERTS, steps("training_cpu_two_processes", ""))
+FIGURES["training.dp2"] = lambda: table(EXPERTS, steps("training_cpu_dp2", ""))
+FIGURES["training.tp2"] = lambda: table(
+    STEPS, [row for row in steps("training_cpu_tp2") if str(row[0]).startswith("tp2")]
+)
 FIGURES["training.pipeline"] = lambda: table(STEPS, steps("training_cpu_pipeline"))
 
 
@@ -521,7 +524,7 @@ def chosen(name: str, rows: str = "rows", **wanted: object) -> Any:
 @figure("readme.figures")
 def readme_figures() -> str:
     """The ten rows that a user asks about; docs/performance.md has all of them."""
-    one, two, pipes = "training_cpu", "training_cpu_two_processes", "training_cpu_pipeline"
+    one, pipes = "training_cpu", "training_cpu_pipeline"
     times = {
         (row["setting"], row["ours"], row["peer"]): row["seconds"]
         for row in result("zero_peers")["time"]["rows"]
@@ -537,11 +540,11 @@ def readme_figures() -> str:
             chosen(one, setting="fp32", peer="Hugging Face Trainer"),
         ),
         ("training, 1 process, bf16", "litgpt", chosen(one, setting="bf16", peer="litgpt")),
-        ("data parallel", "torch DDP", chosen(two, setting="fp32, dp2", peer="torch DDP")),
+        ("data parallel", "torch DDP", chosen("training_cpu_dp2", setting="fp32, dp2", peer="torch DDP")),
         (
             "tensor parallel",
             "megatron-core",
-            chosen(two, setting="fp32, tp2", peer="megatron-core"),
+            chosen("training_cpu_tp2", setting="fp32, tp2", peer="megatron-core"),
         ),
         ("pipeline", "megatron-core", chosen(pipes, peer="megatron-core")),
         ("ZeRO-3", "DeepSpeed, its defaults", times["N=2, m=1", "ours-3", "deepspeed-3-default"]),
