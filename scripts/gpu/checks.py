@@ -3,31 +3,38 @@
     python scripts/gpu/checks.py [OPERATOR[:DTYPE] ...] [--processes N]
     python scripts/gpu/checks.py --failed RECORD    # those of first.json, under compute-sanitizer
 
-Every row of kernels/configurations.json that this GPU takes, in small shapes. Each operator is a
-separate process: an illegal address or a hang ends the CUDA context, and must not hide the results
-of other operators. Prints a JSON object for each row: its error as a share of the bound of
-kernels/cases.py.
+Every row of kernels/configurations.json that this GPU takes, in small shapes. Each operator, and of
+attention each kernel and head width, is a separate process: an illegal address or a hang ends the
+CUDA context, and must not hide other results. Prints a JSON object for each row: its error as a
+share of the bound of kernels/cases.py. OPERATOR may have the key of a row, as "attention dq 128".
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 from device import DEVICE, HALF, IS_CUDA, message
 from megatron.kernels import cases, configurations, lang
-from record import failed_operators
+from record import failed_operators, title
 
 OPERATORS = (
-    "attention:bf16",
-    "attention:fp16",
+    *(
+        f"attention {kernel} {d}:{dtype}"
+        for dtype in ("bf16", "fp16")
+        for kernel in ("dq", "forward", "dkv_dq")
+        for d in (256, 128, 64)
+        if (kernel, d) != ("dkv_dq", 256)
+    ),
     "norm",
     "qk_norm",
     "rotary",
@@ -43,7 +50,7 @@ OPERATORS = (
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SANITIZER = ("compute-sanitizer", "--tool", "memcheck")
-LIMIT = 75.0  # seconds of one operator
+SECONDS = 62.0  # of all operators; a stage that is killed hides what they printed
 LOST_CONTEXT = ("CUDA error", "illegal", "misaligned")
 
 
@@ -59,12 +66,16 @@ def worst_error(case: cases.Case) -> float:
 
 
 def rows_of(operator: str, dtype: torch.dtype) -> Iterator[configurations.Row]:
-    """The rows that compute something by themselves: the case of dq covers dkv and prepare."""
+    """The rows whose operator and key begin with `operator` and that compute something by
+    themselves: the case of dq covers dkv and prepare.
+    """
     arch = lang.capability(DEVICE) if IS_CUDA else 90
     for name, key in configurations.TABLE:
-        if name.split()[0] != operator or min(configurations.TABLE[name, key]) > arch:
+        if min(configurations.TABLE[name, key]) > arch:
             continue
         row = configurations.find(name, arch, **dict(key))
+        if not f"{title(row.operator, row.key)} ".startswith(f"{operator} "):
+            continue
         covered = name in ("attention dkv", "attention prepare") or "gluon" in name
         width = row.key.get("bytes", dtype.itemsize)
         if not covered and not row.refused and width == dtype.itemsize:
@@ -92,49 +103,54 @@ def check(operator: str, dtype_name: str) -> bool:
     return all_ok
 
 
-def check_in_process(name: str, under: tuple[str, ...] = ()) -> bool:
-    """Check an operator in a separate process, `under` another program, and print its rows."""
+def check_in_process(name: str, until: float, under: tuple[str, ...] = ()) -> bool:
+    """Check an operator in a separate process, `under` another program, until this time by
+    time.monotonic(), and print its rows.
+    """
     command = [*under, sys.executable, __file__, "--here", name]
+    left = max(until - time.monotonic(), 0.0)
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=left)
         out, fault = run.stdout, "" if run.returncode in (0, 1) else f"exit code {run.returncode}"
-        if under:
-            print("\n".join(f"# {line}" for line in out.splitlines() if line.startswith("====")))
         last = run.stderr.strip().splitlines()[-1:] if fault else []
     except subprocess.TimeoutExpired as error:
         out = (error.stdout or b"").decode()
-        fault, last = f"killed: over its limit of {LIMIT:.0f} s", []
+        fault, last = f"killed: not done after {left:.0f} s", []
     lines = [line for line in out.splitlines() if line.startswith("{")]
+    notes = [f"# {line}" for line in out.splitlines() if under and line.startswith("====")]
     if fault:
         lines.append(json.dumps({"operator": name, "ok": False, "error": " ".join([fault, *last])}))
-    print("\n".join(lines), flush=True)
+    print("\n".join([*notes, *lines]), flush=True)
     return not fault and all(json.loads(line)["ok"] for line in lines)
+
+
+def first_word(name: str) -> str:
+    return name.replace(":", " ").split()[0]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("operators", nargs="*", metavar="OPERATOR[:DTYPE]")
-    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="until all are killed")
     parser.add_argument("--here", action="store_true", help="in this process")
     parser.add_argument("--failed", type=Path, metavar="RECORD")
     given = parser.parse_args()
+    until, under = time.monotonic() + given.seconds, ()
+    names = given.operators or list(OPERATORS)
     if given.failed:
-        names = failed_operators(given.failed)
+        names, under = failed_operators(given.failed), SANITIZER
         print(f"# wrong in {given.failed}: {', '.join(names) or 'no operator'}")
-        results = [check_in_process(name, SANITIZER) for name in names]
-        return int(not all(results))
-    unknown = {each.split(":")[0] for each in given.operators} - {
-        each.split(":")[0] for each in OPERATORS
-    }
+    unknown = {*map(first_word, names)} - {*map(first_word, OPERATORS)}
     if unknown:
         parser.error(f"no operator {', '.join(sorted(unknown))}; they are {', '.join(OPERATORS)}")
-    names = given.operators or list(OPERATORS)
     if given.here:
         operator, _, dtype = names[0].partition(":")
         results = [check(operator, each) for each in [dtype] * bool(dtype) or DTYPES]
         return int(not all(results))
     with ThreadPoolExecutor(given.processes) as pool:
-        return int(not all(list(pool.map(check_in_process, names))))
+        results = list(pool.map(partial(check_in_process, until=until, under=under), names))
+    return int(not all(results))
 
 
 if __name__ == "__main__":

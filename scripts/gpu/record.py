@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,20 @@ def record(stage: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def title(operator: str, key: Mapping[str, Any]) -> str:
+    """A row of kernels/configurations.json as checks.py takes it."""
+    return " ".join([operator, *map(str, key.values())])
+
+
 def failed_operators(path: Path) -> list[str]:
-    """The operators, as checks.py takes them, with a wrong result in the record of first.sh; none
-    where there is no record.
+    """The rows, as checks.py takes them, with a wrong result in the record of first.sh, and the
+    operators that ended without one; none where there is no record.
     """
     if not path.exists():
         return []
     rows = json.loads(path.read_text())["runs"].get("checks", {}).get("rows", [])
     names = [
-        ":".join([row["operator"].split()[0], *([row["dtype"]] if "dtype" in row else [])])
+        ":".join(filter(None, [title(row["operator"], row.get("key", {})), row.get("dtype")]))
         for row in rows
         if not row["ok"]
     ]

@@ -4,7 +4,7 @@
 # compute-sanitizer. Fix what the first window found wrong before it. Usage and environment: common.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 begin settle "$@"
-stage failed 40 "$python" scripts/gpu/checks.py --failed docs/results/gpu/first.json
+stage failed 40 "$python" scripts/gpu/checks.py --failed docs/results/gpu/first.json --seconds 28
 model 8B-layers
 pretrain compiled 70 --torch-compile
 pretrain any-order 45 --no-deterministic-mode

@@ -5,13 +5,14 @@ script as a whole on a CPU.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -33,7 +34,8 @@ import stages  # noqa: E402
 WINDOW = 480  # seconds; a command on a lent GPU may run for 600
 MOST_FILES = 5
 # what a CPU cannot do: a trace of it has no kernels, adopt.py refuses its times
-FAILS_ON_A_CPU = {"ours-kernels", "before-kernels", "adopt", "smoke"}
+FAILS_ON_A_CPU = {"ours-kernels", "before-kernels", "adopt"}
+START = 10  # seconds until a tool has imported torch, and for its table
 
 
 def run_script(script: Path, out: Path, *words: str) -> list[dict]:
@@ -165,10 +167,78 @@ def test_the_front_lists_the_scripts_and_refuses_what_it_cannot_run(tmp_path):
     assert without_gpu.returncode == 2 and "sees no GPU" in without_gpu.stderr
 
 
-def test_timed_calls_the_kernels_as_they_are_declared(monkeypatch):
+@pytest.fixture
+def load(monkeypatch):
+    """`load("timed")`: that script on a CPU, without device.py, which changes Triton for good."""
     device = {"DEVICE": "cpu", "HALF": torch.float32, "IS_CUDA": False, "message": str}
     monkeypatch.setitem(sys.modules, "device", SimpleNamespace(**device))
-    timed = importlib.import_module("timed")
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"gpu_{name}", GPU / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_attention_row_is_checked_by_one_process(load, dtype):
+    checks = load("checks")
+
+    def titles(operator: str) -> list[str]:
+        rows = checks.rows_of(operator, checks.DTYPES[dtype])
+        return [record.title(row.operator, row.key) for row in rows]
+
+    names = [name.partition(":") for name in checks.OPERATORS if name.startswith("attention")]
+    of_processes = [titles(name) for name, _, given in names if given == dtype]
+    assert all(of_processes) and sorted(sum(of_processes, [])) == sorted(titles("attention"))
+    assert titles("attention dq 128 causal") == ["attention dq 128 causal"]
+
+
+def test_a_check_that_hangs_is_reported_with_the_rows_it_had(load, monkeypatch, tmp_path, capsys):
+    checks, row = load("checks"), {"operator": "norm forward", "key": {}, "ok": True}
+    hangs = tmp_path / "hangs.py"
+    hangs.write_text(
+        f"import time\nprint('''{json.dumps(row)}\n==== note''', flush=True)\ntime.sleep(60)\n"
+    )
+    monkeypatch.setattr(checks, "__file__", str(hangs))
+    assert not checks.check_in_process("norm", time.monotonic() + 3, under=("env",))
+    note, *rows = capsys.readouterr().out.splitlines()
+    fault = {"operator": "norm", "ok": False, "error": "killed: not done after 3 s"}
+    assert note == "# ==== note" and [json.loads(line) for line in rows] == [row, fault]
+
+
+def test_only_wrong_rows_are_checked_again(tmp_path):
+    key = {"d": 128, "kind": "causal"}
+    rows = [
+        {"operator": "attention dq", "key": key, "dtype": "bf16", "ok": False},
+        {"operator": "attention dq", "key": key, "dtype": "fp16", "ok": True},
+        {"operator": "attention dq 256:bf16", "ok": False, "error": "exit code -11"},
+    ]
+    (tmp_path / "first.json").write_text(json.dumps({"runs": {"checks": {"rows": rows}}}))
+    found = record.failed_operators(tmp_path / "first.json")
+    assert found == ["attention dq 128 causal:bf16", "attention dq 256:bf16"]
+    assert record.failed_operators(tmp_path / "none.json") == []
+
+
+def test_tools_that_end_by_themselves_do_so_before_their_stage(load):
+    found = {each.name: each for script in stages.SCRIPTS for each in stages.stages_of(script)}
+
+    def value(name: str, flag: str) -> float:
+        words = found[name].words
+        return float(words[words.index(flag) + 1])
+
+    seconds = {
+        "checks": load("checks").SECONDS,
+        "failed": value("failed", "--seconds"),
+        "zero": 60 * value("zero", "--minutes") + value("zero", "--patience"),
+    }
+    assert not [name for name in seconds if seconds[name] + START > found[name].limit]
+
+
+def test_timed_calls_the_kernels_as_they_are_declared(load, monkeypatch):
+    timed = load("timed")
     forward = mock.create_autospec(timed.attention.forward, return_value=(None, None))
     backward = mock.create_autospec(timed.attention_backward.backward)
     monkeypatch.setattr(timed.attention, "forward", forward)
