@@ -21,10 +21,10 @@ torch's fused kernel, gradients are clipped to 1, master weights and moments are
 are summed over ranks in fp32 (DeepSpeed with bf16: in bf16).
 
 On a GPU (scripts/gpu/peers.sh) every run is a whole job, timed from the end of its last warm-up
-step to the end of its last step, ours by the stamps of its console lines. The plain loop also runs
-under torch.compile and with Liger's
-kernels, and peers run in this interpreter's environment. A row there has MFU and peak memory, and
-fails when the mean losses of the warm-up steps differ by more than 1e-3 of themselves.
+step to the end of its last step, ours by the stamps of its console lines, peers by events of the
+GPU. The plain loop also runs under torch.compile and with Liger's kernels, and peers run in this
+interpreter's environment. A row there has MFU and peak memory, and fails when the mean losses of
+the warm-up steps differ by more than 1e-3 of themselves.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -682,7 +683,14 @@ def parser_of_flags() -> argparse.ArgumentParser:
     return parser
 
 
+def exit_cleanly(*_: object) -> None:
+    """Exit on SIGTERM so that the temporary folder, 9 GB in /dev/shm, is removed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout(1) sends it twice
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, exit_cleanly)
     args = parser_of_flags().parse_args()
     if args.setup:
         setup(args.setup, args.environments)

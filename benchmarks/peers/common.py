@@ -144,8 +144,9 @@ def parse_work(kind: type[Work] = Work) -> tuple[Work, Mapping[str, np.ndarray]]
 
 
 def tensor_of(start: Mapping[str, np.ndarray], *names: str) -> Tensor:
-    """Logical tensors of the start on top of each other."""
-    return torch.cat([torch.from_numpy(start[name]) for name in names])
+    """Logical tensors of the start on top of each other; a single one is not copied."""
+    parts = [torch.from_numpy(start[name]) for name in names]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @torch.no_grad()
@@ -185,14 +186,15 @@ def interleaved_rotary(weight: Tensor, work: Work) -> Tensor:
 
 
 class StepClock:
-    """Notes the time after each optimizer step of this process, whichever trainer takes it. A step
-    may be that of several optimizers. Under STEPS_IN_TURNS the steps after the first are taken in
-    turns (turns.py).
+    """Notes the time after each optimizer step of this process, whichever trainer takes it; on a
+    GPU by an event, without waiting for it. A step may be that of several optimizers. Under
+    STEPS_IN_TURNS the steps after the first are taken in turns (turns.py).
     """
 
     def __init__(self, optimizers: int = 1):
         self.optimizers, self.ticks = optimizers, 0
         self.stamps: list[tuple[float, float]] = []  # elapsed, CPU seconds of this process
+        self.events: list[torch.cuda.Event] = []
         self.rates: list[float] = []  # the learning rate of each step
         self.turns = None
         if STEPS_IN_TURNS in os.environ:
@@ -206,11 +208,20 @@ class StepClock:
         if self.ticks % self.optimizers:
             return
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
         self.stamps.append((time.perf_counter(), time.process_time()))
         self.rates.append(optimizer.param_groups[0]["lr"])
         if self.turns is not None:
             next(self.turns, None)
+
+    def times(self) -> list[tuple[float, float]]:
+        """Elapsed and CPU seconds at the end of each step; a GPU's events give its elapsed ones."""
+        if not self.events:
+            return self.stamps
+        self.events[-1].synchronize()
+        milliseconds = [self.events[0].elapsed_time(event) for event in self.events]
+        return [(ms / 1e3, cpu) for ms, (_, cpu) in zip(milliseconds, self.stamps, strict=True)]
 
     def rate_error(self, work: Work) -> float:
         """The largest difference of a step's learning rate from that of the work, by the peak."""
@@ -232,7 +243,7 @@ def report(
     With several processes rank 0 prints the sum of their CPU seconds and the mean of their losses;
     a stage without the head hands in zeros.
     """
-    stamps = clock.stamps
+    stamps = clock.times()
     assert len(stamps) == work.steps, f"{len(stamps)} steps were timed, {work.steps} were asked for"
     elapsed, cpu = (last - first for first, last in zip(stamps[work.warmup - 1], stamps[-1]))
     first = True

@@ -147,7 +147,8 @@ def main() -> None:
     work, start = parse_work()
     assert work.dropout == 0, "these models have no dropout on the residual stream"
     torch.set_num_threads(work.threads)
-    model = build(work)
+    with torch.device(work.device):
+        model = build(work)
     load(model, start, work)
     losses = Losses(model, work)
     with tempfile.TemporaryDirectory() as folder:

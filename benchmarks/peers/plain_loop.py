@@ -155,13 +155,13 @@ def main() -> None:
     torch.set_num_threads(work.threads)
     torch.manual_seed(1234)
     bf16, rank = work.precision == "bf16", 0
-    model = (
-        GPT2(work)
-        if work.shape == "GPT-2"
-        else GPT(work, torch.bfloat16 if bf16 else torch.float32)
-    )
+    with torch.device(work.device):  # initialized there, since a CPU takes seconds for it
+        model = (
+            GPT2(work)
+            if work.shape == "GPT-2"
+            else GPT(work, torch.bfloat16 if bf16 else torch.float32)
+        )
     model.load(start)
-    model.to(work.device)
     parameters = sum(p.numel() for p in model.parameters())
     tokens = tensor_of(start, "tokens").to(work.device)
     if "compile" in work.options:
@@ -190,8 +190,8 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(total.item())
-    report(work, clock, losses, parameters, {})
+        losses.append(total)
+    report(work, clock, torch.stack(losses).tolist(), parameters, {})
 
 
 if __name__ == "__main__":

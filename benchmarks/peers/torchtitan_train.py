@@ -2,8 +2,9 @@
 torch.compile. Run by benchmarks/training.py on a GPU; 0.2.2 is the last version for torch 2.11.
 
 The data loader and the learning rate schedule, which torchtitan lets a model replace, are those of
-the work. Activation checkpointing, logging and saving are off. Shims: what is logged is kept
-instead of printed; without a GPU, torchtitan is given the CPU as its device, which rehearses it:
+the work. Activation checkpointing, logging and saving are off. torchtitan hands over a loss only
+by its logging, so it waits for the GPU after every step. Shims: what is logged is kept instead of
+printed; without a GPU, torchtitan is given the CPU as its device, which rehearses it:
 
     PYTHONPATH=FOLDER python torchtitan_train.py START --steps 6 --warmup 2 --lr_warmup 2
 

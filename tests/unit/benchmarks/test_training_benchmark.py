@@ -4,14 +4,19 @@ weights and tokens computes our losses, and only pairs on a quiet machine count.
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import signal
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.benchmarks import training as tool
+from megatron.benchmarks.peers import common
 from megatron.benchmarks.peers.common import Work, parse_work, rank_samples, tensor_of
 from megatron.benchmarks.turn_group import Group
 
@@ -193,3 +198,45 @@ def test_every_program_is_started_with_kept_memory():
     group = Group("any", [sys.executable, "-c", show.format("input(); ", "TRIM")], 1)
     assert lines[0][0].split() == ["TURN", str(most)] and group.turn("") == [most]
     group.end()
+
+
+def test_a_peer_on_a_gpu_is_timed_without_waiting_for_it(monkeypatch):
+    """Our own steps do not wait for the GPU, either; the clock is the GPU's, by events."""
+    milliseconds = itertools.count(5, 200)
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(milliseconds)
+
+        def synchronize(self) -> None:
+            self.is_done = True
+
+        def elapsed_time(self, end: Event) -> float:
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(common, "register_optimizer_step_post_hook", lambda hook: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("it waits"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock, optimizer = common.StepClock(), SimpleNamespace(param_groups=[{"lr": 0.5}])
+    for _ in range(3):
+        clock.tick(optimizer)
+    assert [elapsed for elapsed, _ in clock.times()] == [0.0, 0.2, 0.4]
+    assert [cpu for _, cpu in clock.times()] == [cpu for _, cpu in clock.stamps]
+    assert clock.events[-1].is_done
+
+
+def test_a_measurement_that_is_killed_ends_by_an_exception(monkeypatch):
+    """Which removes its folder, 9 GB in /dev/shm on a GPU."""
+    monkeypatch.setattr(sys, "argv", ["training.py", "--peers", "."])
+    monkeypatch.setattr(tool, "measure", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("SIGTERM is not handled"))
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            tool.main()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # the clean-up is not disturbed
+    finally:
+        signal.signal(signal.SIGTERM, before)
