@@ -120,7 +120,6 @@ PUBLISHED = {  # MB of CUDA memory at stages 0 to 3, as their users gave them; N
     "1.8B": ("ViT, 8 GPUs, 16 samples a GPU, fp16", (42251, 20201, 21152, 20208)),
 }
 WARMUP, STEPS = 3, 6
-PATIENCE = 120.0  # seconds for a case
 GOAL = 3.0  # percent
 MIB = 2**20
 
@@ -413,8 +412,8 @@ def planned_figures(run: Run, ranks: int, device: torch.device, peak: int) -> di
 # ---------------------------------------------------------------- all of them
 
 
-def run_case(case: Case, tiny: bool) -> dict[str, Any]:
-    """The results of a fresh process, or {"failed": why}."""
+def run_case(case: Case, tiny: bool, patience: float) -> dict[str, Any]:
+    """The results of a fresh process, or {"failed": why}; it is killed after `patience` seconds."""
     command = [
         sys.executable,
         str(Path(__file__).resolve()),
@@ -424,9 +423,9 @@ def run_case(case: Case, tiny: bool) -> dict[str, Any]:
     ]
     begun = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
     except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {PATIENCE:g} s"}
+        return {"failed": f"not done after {patience:g} s"}
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT ")) | {
@@ -435,13 +434,15 @@ def run_case(case: Case, tiny: bool) -> dict[str, Any]:
     return {"failed": f"exit code {done.returncode}: {done.stderr[-2000:]}"}
 
 
-def measured(chosen: list[Case], tiny: bool, minutes: float) -> Iterator[dict[str, Any]]:
+def measured(
+    chosen: list[Case], tiny: bool, minutes: float, patience: float
+) -> Iterator[dict[str, Any]]:
     """Each case with its results; once the time is used up without."""
     until = time.monotonic() + 60 * minutes
     for case in chosen:
         row = asdict(case) | {"flags": " ".join(case.flags(tiny))}
         yield row | (
-            run_case(case, tiny)
+            run_case(case, tiny, patience)
             if time.monotonic() < until
             else {"failed": f"not run: the {minutes:g} minutes were used up"}
         )
@@ -555,6 +556,7 @@ def main(argv: list[str]) -> int:
         default=8.0,
         help="no case begins later (on an H100 all take about 15 seconds each: assumed)",
     )
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds for a case")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.case:
@@ -580,7 +582,7 @@ def main(argv: list[str]) -> int:
         "shapes": "tiny: figures that only try the tool" if args.tiny else "full",
         "rows": [],
     }
-    for row in measured(cases(args.parts), args.tiny, args.minutes):
+    for row in measured(cases(args.parts), args.tiny, args.minutes, args.patience):
         document["rows"].append(row)
         # an interrupted measurement keeps what it has
         (args.out / "zero_gpu.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -3,8 +3,9 @@
 #   bash scripts/gpu.sh --list          the scripts and which of them have a result in docs/results/gpu/
 #   bash scripts/gpu.sh                 the next one without a result
 #   bash scripts/gpu.sh NAME [STAGE ...]
-# Results go to OUT (gpu-results/NAME), and the record of a whole script on a GPU to docs/results/gpu/NAME.json. PYTHON names the
-# interpreter whose torch sees the GPU (python3). docs/howto/gpu_window.md has what each script decides, and which wheels to carry.
+# Results go to OUT (gpu-results/NAME), and the record of a whole script on a GPU to docs/results/gpu/NAME.json, that of `peers MODEL`
+# to peers-MODEL.json there. PYTHON names the interpreter whose torch sees the GPU (python3).
+# docs/howto/gpu_window.md has what each script decides, and which wheels to carry.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 python="${PYTHON:-python3}"
@@ -29,8 +30,10 @@ if [ -z "${REHEARSE:-}" ] && ! "$python" -c 'import sys, torch; sys.exit(not tor
 fi
 export OUT="${OUT:-gpu-results/$name}"
 bash "scripts/gpu/$name.sh" "${@:2}" || exit
-# a rehearsal, and a part of a script, is no result
-if [ $# -lt 2 ] && [ -z "${REHEARSE:-}" ]; then
-  cp "$OUT/$name.json" docs/results/gpu/
-  echo "recorded in docs/results/gpu/$name.json"
+# a rehearsal, and a part of a script, is no result; a model of `peers` has a whole window
+result="$name"
+[ $# -ne 2 ] || [ "$name" != peers ] || result="peers-$2"
+if [ -z "${REHEARSE:-}" ] && { [ $# -lt 2 ] || [ "$result" != "$name" ]; }; then
+  cp "$OUT/$name.json" "docs/results/gpu/$result.json"
+  echo "recorded in docs/results/gpu/$result.json"
 fi

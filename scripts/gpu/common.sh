@@ -30,6 +30,7 @@ begin() {  # NAME [STAGE ...]: only these stages, default all
   : >"$OUT/rows.jsonl"
   export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/gpu-triton}"
   export PYTHONPATH="$PWD:$PWD/.wheels/site${PYTHONPATH:+:$PYTHONPATH}" OUT W
+  export CUBLAS_WORKSPACE_CONFIG="${CUBLAS_WORKSPACE_CONFIG:-:4096:8}"  # as pretrain_gpt.py sets it
   watcher=
   if [ -z "$rehearse" ] && command -v nvidia-smi >/dev/null; then
     nvidia-smi --query-gpu=timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,utilization.gpu --format=csv -lms 500 >"$W/smi.csv" 2>&1 &

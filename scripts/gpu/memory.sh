@@ -20,6 +20,6 @@ pretrain recompute-selective 45 --recompute-granularity selective
 pretrain activation-offload 45 --activation-offload
 pretrain activation-offload-full 45 "${full_recompute[@]}" --activation-offload
 pretrain optimizer-offload 55 --optimizer-cpu-offload
-stage zero 95 "$python" benchmarks/zero_gpu.py --parts stages --minutes 1.3 --out "$W" ${rehearse:+--tiny}
+stage zero 95 "$python" benchmarks/zero_gpu.py --parts stages --minutes 0.75 --patience 40 --out "$W" ${rehearse:+--tiny}
 stage report 15 "$python" tools/report.py "$W/recompute-full.rows.jsonl" --output "$W/report.html"
 finish

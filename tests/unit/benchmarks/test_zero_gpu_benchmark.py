@@ -73,10 +73,11 @@ def test_cases_run_in_processes_of_their_own_and_failures_are_recorded(
     real = tool.run_case
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "false")
-        failed = real(bad, True)
+        failed = real(bad, True, 120.0)
+    assert real(bad, True, 0.01) == {"failed": "not done after 0.01 s"}
     monkeypatch.setattr(tool, "cases", lambda parts: [bad, good])
     monkeypatch.setattr(
-        tool, "run_case", lambda case, tiny: failed if case == bad else real(case, tiny)
+        tool, "run_case", lambda case, *rest: failed if case == bad else real(case, *rest)
     )
     assert tool.main(["--out", str(tmp_path), "--tiny"]) == 0
     rows = json.loads((tmp_path / "zero_gpu.json").read_text())["rows"]
