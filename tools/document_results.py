@@ -540,7 +540,11 @@ def readme_figures() -> str:
             chosen(one, setting="fp32", peer="Hugging Face Trainer"),
         ),
         ("training, 1 process, bf16", "litgpt", chosen(one, setting="bf16", peer="litgpt")),
-        ("data parallel", "torch DDP", chosen("training_cpu_dp2", setting="fp32, dp2", peer="torch DDP")),
+        (
+            "data parallel",
+            "torch DDP",
+            chosen("training_cpu_dp2", setting="fp32, dp2", peer="torch DDP"),
+        ),
         (
             "tensor parallel",
             "megatron-core",

@@ -129,7 +129,7 @@ def test_the_plain_loop_computes_our_losses(tmp_path):
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_programs_take_their_steps_in_turns(tmp_path, processes):
-    """Every turn is a round of its own, and equal work gives equal losses."""
+    """Every turn is a round, and equal work gives equal losses."""
     work = replace(TINY, shape="GPT-2", data_parallel=processes)
     rule, runs = tool.Rule(7, math.inf, "tokens_per_second"), []
     peer = "plain loop" if processes == 1 else "torch DDP"
