@@ -194,8 +194,7 @@ def _unknown(reading: Reading, flag: str) -> str:
     known = [*options_by_flag(), *map(key, COMMANDS), *HELP, *rows()]
     near = next(iter(habits), nearest_word(word, known))
     reading.unsure |= {near} if near else set()
-    is_flag = flag.startswith("--")
-    wrong = "unknown flag" if is_flag else "unexpected argument; flags begin with --"
+    wrong = "unknown flag" if flag.startswith("--") else "unexpected argument; flags begin with --"
     return wrong + (f"; did you mean {near}?" if near else "")
 
 

@@ -125,8 +125,8 @@ class Reading:
 
 # ---------------------------------------------------------------- the file of --config
 
-# Sections of flat names: of Megatron-LM's --yaml-cfg, and of its functional tests.
-SECTIONS = ("language_model", "model_parallel", "MODEL_ARGS")
+# Sections of flat names, of Megatron-LM's --yaml-cfg.
+SECTIONS = ("language_model", "model_parallel")
 
 
 def read_config(path: str) -> Reading:
@@ -137,15 +137,15 @@ def read_config(path: str) -> Reading:
     reading, where = Reading(), f"--config {path}"
     with collected(reading.faults, "cannot be read"):
         content = read_settings(read_bytes(path, SETTINGS_LIMIT))
+        if isinstance(content, dict):  # functional tests of Megatron-LM have their flags there
+            content = content.get("MODEL_ARGS", content)
         if not isinstance(content, dict):
             raise UserError("expected groups with settings, as --print-config writes them")
         compatibility.check_program(content)
         is_flat = content and not any(
-            name in GROUPS or (isinstance(value, dict) and name not in SECTIONS)
-            for name, value in content.items()
+            isinstance(value, dict) and name not in SECTIONS for name, value in content.items()
         )
-        read = _read_flat if is_flat else _read_groups
-        read(reading, content)
+        (_read_flat if is_flat else _read_groups)(reading, content)
     reading.faults = first_faults([f"{where}: {fault}" for fault in reading.faults], where)
     given = [name for name in reading.set_by if reading.value(name) != FIELDS[name].default]
     reading.set_by = dict.fromkeys(given, "")
@@ -173,24 +173,32 @@ def _short(value: Any) -> str:
 
 
 def _read_flat(reading: Reading, content: dict[str, Any]) -> None:
-    """Take in a file of flags; nulls, and false switches of other programs, are not given."""
+    """Take in a file of flags; nulls, false switches of other programs, and true ones that are on
+    without --no-X or --disable-X, are not given.
+    """
+    known = {*compatibility.rows(), *map(key, COMMANDS)}
     for name, value in content.items():
         flag = key("--" + name.lstrip("-"))
         option, on = options_by_flag().get(flag, (None, True))
+        opposites = {f"--no-{flag[2:]}", f"--disable-{flag[2:]}"} & known
         if name in SECTIONS and isinstance(value, dict):
             _read_flat(reading, value)
+        elif isinstance(value, bool) and option is None and (flag in known or opposites):
+            if value == (flag in known):
+                reading.read(flag if value else min(opposites), [])
         elif value is False and option is not None:
             if option.kind is bool:
                 reading.read(option.off[0] if on else option.names[0], [])
-        elif value is False and flag in compatibility.rows():
-            continue
         elif isinstance(value, bool):
             reading.read(flag, [])
         elif value is not None:
-            values = value if isinstance(value, list) else [value]
-            reading.read(flag, [word for item in values for word in _words(item)])
+            reading.read(flag, _words(option, value))
 
 
-def _words(item: Any) -> list[str]:
-    """The words that a command line would have: a text of several numbers or paths is several."""
-    return item.split() if isinstance(item, str) and item else [as_word(item)]
+def _words(option: Option | None, value: Any) -> list[str]:
+    """The words that a command line would have: a text is several, unless the flag takes one."""
+    is_text = isinstance(value, str) or (option is not None and option.kind is str)
+    if option is not None and not option.many and is_text:
+        return [as_word(value)]
+    items = value if isinstance(value, list) else [value]
+    return [word for item in items for word in as_word(item).split() or [""]]

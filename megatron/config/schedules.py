@@ -39,8 +39,6 @@ SCHEDULES = {
 }
 
 IN_PAIRS = tuple(name for name, rule in SCHEDULES.items() if rule.pairs)
-
-
 STEADY = 4  # micro-batches for each pipeline rank after which a step repeats itself
 
 

@@ -88,12 +88,7 @@ def frozen_units(config: Config) -> frozenset[str]:
 
 def counted_layers(config: Config) -> int:
     """Layers that an even split shares out, with the embedding and the loss where they count."""
-    distributed = config.distributed
-    return (
-        config.model.num_layers
-        + distributed.account_for_embedding_in_pipeline_split
-        + distributed.account_for_loss_in_pipeline_split
-    )
+    return config.model.num_layers + sum(getattr(config.distributed, field) for field in COUNTED)
 
 
 def virtual_stages(config: Config) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from config_lines import check_fields, rows
 
 from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.compatibility import GUIDE
@@ -21,6 +22,7 @@ attention-head-type: multiquery
 data_path: 0.3 a 0.7 b
 rampup_batch_size: [16, 16, 100]
 lr: 6.0e-5
+optimizer: adam
 save: null
 use_distributed_optimizer: true
 train-tokens: 6400
@@ -30,19 +32,58 @@ model_parallel: {tensor_model_parallel_size: 2}
 FLAGS = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --swiglu --disable-bias-linear "
     "--attention-head-type multiquery --data-path 0.3 a 0.7 b --rampup-batch-size 16 16 100 "
-    "--lr 6.0e-5 --use-distributed-optimizer --train-tokens 6400 --seq-length 64 "
+    "--lr 6.0e-5 --optimizer adam --use-distributed-optimizer --train-tokens 6400 --seq-length 64 "
     "--normalization RMSNorm --tensor-model-parallel-size 2"
 )
+# A functional test of Megatron-LM.
+RUNNER = """
+ENV_VARS: {NCCL_ALGO: Ring}
+TEST_TYPE: regular
+METRICS: [lm loss]
+MODEL_ARGS:"""
+# Entries, and the fields that they set.
+ENTRIES = """
+wandb_exp_name: llama 8b run 2
+    wandb_exp_name = llama 8b run 2
+split: "98, 1, 1"
+    split = 98, 1, 1
+moe_layer_freq: [0, 1, 1]
+    moe_layer_freq = [0, 1, 1]
+moe_layer_freq: "[0] * 3 + [1] * 58"
+    moe_layer_freq = [0] * 3 + [1] * 58
+num_experts: [8, 8]
+    num_experts = 8
+window_size: "127, 0"
+    window_size = 128
+bias_swiglu_fusion: true
+persist_layer_norm: false
+check_for_nan_in_loss_and_grad: true
+    nan_policy = stop
+check_for_nan_in_loss_and_grad: false
+    nan_policy = skip
+clone_scatter_output_in_embedding: true
+dry_run: false
+"""
 
 
 def test_a_flat_file_is_the_line_of_its_flags(tmp_path):
-    path = tmp_path / "flat.yaml"
+    path, of_test = tmp_path / "flat.yaml", tmp_path / "model_config.yaml"
     path.write_text(FLAT)
-    for flag in ("--config", "--yaml-cfg"):
-        read = parse_arguments([flag, str(path)])
+    of_test.write_text(RUNNER + FLAT.replace("\n", "\n  "))
+    for flag, file in (("--config", path), ("--yaml-cfg", path), ("--config", of_test)):
+        read = parse_arguments([flag, str(file)])
         line = parse_arguments(FLAGS.split())
         assert (read.config, read.not_done) == (line.config, line.not_done)
         assert sorted(read.notes) == sorted(line.notes)
+
+
+@pytest.mark.parametrize("entry, wanted", rows(ENTRIES))
+def test_entries_of_a_flat_file(tmp_path, entry, wanted):
+    path = tmp_path / "flat.yaml"
+    path.write_text(entry)
+    read = parse_arguments(["--config", str(path)])
+    check_fields(read.config, wanted.get("", []))
+    assert not read.dry_run
 
 
 def test_a_refused_flag_of_a_flat_file(tmp_path):
