@@ -124,7 +124,10 @@ class DeepSpeedFile:
             return "has no effect without the device nvme"
         if key.endswith("_ratio") and self.reading.value("lr") is None:
             return "a share of --lr, which is not given"
-        return self._convert(key, field, value)
+        note = self._convert(key, field, value)
+        if key == "scheduler.params.warmup_min_lr" and style == "linear":  # it ends there, too
+            note += "; " + self._convert(key, "min_lr", value)
+        return note
 
     def _convert(self, key: str, field: str, value: Any) -> str:
         """The note on a key whose value, in the units of our field, is compared with it."""
@@ -210,13 +213,14 @@ def compare_with_deepspeed(path: str, reading: Reading) -> None:
     keys: dict[str, Any] = {}
     with collected(faults, "cannot be read"):
         keys = dict(_keys(read_json(path, dict, SETTINGS_LIMIT), faults))
-    if "scheduler.type" in keys:
-        keys.setdefault("scheduler.params.warmup_num_steps", 1000)  # DeepSpeed's default
-        if "scheduler.params.warmup_type" not in keys:
-            reading.notes.append(
-                "DeepSpeed's scheduler: the warm-up is linear, where DeepSpeed's default is "
-                "logarithmic"
-            )
+    if "scheduler.type" in keys:  # DeepSpeed's defaults
+        keys.setdefault("scheduler.params.warmup_num_steps", 1000)
+        if keys["scheduler.type"] in ("WarmupLR", "WarmupDecayLR"):
+            keys.setdefault("scheduler.params.warmup_max_lr", 0.001)
+    chosen = {*keys, *reading.set_by, *filter(None, map(field_of, keys))}
+    for key, (section, note) in answers("missing").items():
+        if section in {"", *keys} and not {key, field_of(key)} & chosen:
+            reading.notes.append(f"DeepSpeed's {key} is not set: {note}")
     file = DeepSpeedFile(keys, reading)
     for key in sorted(keys, key=_order):
         value = keys[key]

@@ -143,12 +143,17 @@ scheduler={"type":"WarmupLR","params":{"warmup_min_lr":1e-6,"warmup_max_lr":1e-4
     lr_warmup_iters = 1000
     lr = 0.0001
     lr_warmup_init = 1e-06
+    min_lr = 0.0
     note the warm-up is linear, where DeepSpeed's default is logarithmic
 scheduler={"type":"WarmupDecayLR","params":{"warmup_num_steps":500,"total_num_steps":800}} | \
 --train-samples 9000 --global-batch-size 8
     lr_decay_style = linear
     lr_warmup_samples = 4000
     lr_decay_samples = 6400
+scheduler={"type":"WarmupDecayLR","params":{"warmup_min_lr":1e-6}} | --train-iters 9000
+    note --lr-warmup-init 1e-06; taken, as no flag sets it: --min-lr 1e-06
+    lr_warmup_init = 1e-06
+    min_lr = 1e-06
 scheduler={"type":"WarmupDecayLR","params":{"total_num_steps":800}} | --train-samples 9000
     fault the run is measured in --train-samples; give --train-iters, or take the section out
 scheduler={"type":"WarmupCosineLR","params":{"cos_min_ratio":0.125,"warmup_type":"linear"}} | \
@@ -161,6 +166,16 @@ scheduler={"type":"WarmupLR","params":{"warmup_num_steps":"x"}}
     fault warmup_num_steps = "x": expected a number
 scheduler={"type":"WarmupLR","params":{"warmup_type":"log"}} | --train-iters 9
     fault a warm-up that is not linear is not supported
+
+# keys that are missing, and have another default in DeepSpeed
+scheduler.type="WarmupLR" optimizer={"type":"Adam","params":{"lr":1e-4}} | --train-iters 9
+    lr = 0.001
+    note DeepSpeed's gradient_clipping is not set: DeepSpeed's default is 0, which clips nothing
+    note DeepSpeed's optimizer.params.weight_decay is not set: DeepSpeed's default is 0
+scheduler.type="WarmupLR" | --train-iters 9 --lr 1e-4
+    fault warmup_max_lr = 0.001: contradicts --lr 0.0001; give --lr 0.001 or change the file
+scheduler.type="WarmupCosineLR" | --train-iters 9 --lr 1e-4
+    lr = 0.0001
 
 # what depends on other flags
 fp16={"enabled":true,"loss_scale":0,"initial_scale_power":11} | --fp16 --initial-loss-scale 2048
