@@ -147,6 +147,23 @@ ANSWERS = """
     note --attention-backend flash is auto here
     attention_backend = auto
 
+# values that are what happens here anyway, and others
+--tokenizer-type TikTokenizer --tiktoken-pattern v2 --tiktoken-num-special-tokens 1000
+    note
+--tokenizer-type TikTokenizer --tiktoken-pattern v1 --tiktoken-special-tokens <x>
+    fault --tokenizer-type TikTokenizer: set --tokenizer-model
+    fault --tiktoken-pattern v1: the TikTokenizer splits text as v2 does
+    fault --tiktoken-special-tokens <x>: special tokens of the TikTokenizer cannot be chosen
+--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d --non-persistent-save-interval 9
+    note
+    local_checkpoint_dir = d
+    local_save_interval = 9
+--non-persistent-ckpt-type global
+    fault --non-persistent-ckpt-type global: frequent checkpoints are kept on each node
+--moe-token-dispatcher-type alltoall_seq
+    note --moe-token-dispatcher-type alltoall_seq is alltoall here
+    moe_token_dispatcher_type = alltoall
+
 # what changes the result or its safety
 --inprocess-restart
     fault --inprocess-restart: a job that fails is started again by its launcher
@@ -217,8 +234,8 @@ def test_the_table_answers_the_recorded_names_and_no_other():
         ("--tp 2", "did you mean --tensor-model-parallel-size?"),
         (
             "--dp 8",
-            "unknown flag; the data-parallel size is the number of ranks / (tensor x pipeline); "
-            "drop it",
+            "unknown flag; the data-parallel size is the number of ranks / (tensor x context x "
+            "pipeline); drop it",
         ),
         (
             "--tokenizer-type TokenizerFromFileWithFIM",
