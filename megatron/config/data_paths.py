@@ -64,11 +64,12 @@ def read_data_list(flag: str, words: list[str]) -> list[tuple[str, list[str]]]:
     # words under the name of each split, as a list or as one text
     found = []
     for split, value in parse_json(raw).items():
-        paths = value.split() if isinstance(value, str) else value
+        paths = value.split() if isinstance(value, str) else value or []
         if split not in SPLITS or not isinstance(paths, list):
             known = ", ".join(SPLITS)
             raise UserError(f"expected words under {known}, found {split!r}: {value!r}")
-        found.append((f"--{split}-data-path", list(map(str, paths))))
+        if paths:  # null is a split without data
+            found.append((f"--{split}-data-path", list(map(str, paths))))
     return found
 
 

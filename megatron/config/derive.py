@@ -237,10 +237,8 @@ class RunView:
 
     def given(self, *fields: str) -> list[str]:
         """Those of some fields that have a value."""
-        values = {field: getattr(self, field) for field in fields}
-        return [
-            field for field in fields if values[field] is not None and values[field] is not False
-        ]
+        values = ((field, getattr(self, field)) for field in fields)
+        return [field for field, value in values if value is not None and value is not False]
 
     def has(self, *fields: str) -> bool:
         """All of these are given and, where numbers, greater than zero."""
@@ -300,6 +298,7 @@ def _rope_scaling(run: RunView) -> None:
 # A row sees the values of those above it.
 DERIVED_VALUES = """
 num_experts=1: num_experts = None; one expert is the MLP itself
+moe_expert_capacity_factor=-1.0: moe_expert_capacity_factor = None; -1 is no limit
 # never, as in Megatron-LM
 exit_interval=0: exit_interval = None
 exit_duration_in_mins=0.0: exit_duration_in_mins = None

@@ -164,7 +164,7 @@ def _yaml_value(node: Any, seen: set[int]) -> Any:
     if id(node) in seen:
         fault = "aliases are not read here; write the value out"
     elif kind in ("int", "float") and not DECIMAL.fullmatch(text):
-        fault = f"{text} {AMBIGUOUS} in decimal digits"
+        fault = f"{text} {AMBIGUOUS} in decimal digits, or as text in quotation marks"
     elif kind == "str" and node.style is None and LEADING_ZERO.fullmatch(text):
         fault = f"{text} {AMBIGUOUS} without leading zeros"
     elif kind not in ("map", "seq", "null", "bool", "int", "float", "str"):
@@ -232,6 +232,8 @@ def path_fault(path: str) -> str:
     """What no file can be called; empty for a path that one can have."""
     if not is_text(path) or "\0" in path:
         return "holds a character that a path cannot hold"
+    if re.search(r"\$\{|(^|/)\$[A-Za-z_]", path):
+        return "holds a shell variable that was not replaced; write its value"
     if len(path.encode()) > PATH_BYTES:
         return f"a path of {len(path.encode()):,} bytes; at most {PATH_BYTES:,} are taken"
     if max(len(name.encode()) for name in path.split("/")) > NAME_BYTES:

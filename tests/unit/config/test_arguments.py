@@ -145,6 +145,10 @@ def test_command_line_wins_over_the_file(tmp_path):
         ),
         ("model:\n  num_layers: 2\n  num_layers: 3", "line 3: the key 'num_layers' occurs twice"),
         ("model: {num_layers: 010}", "010 is a number that versions of YAML read differently"),
+        (
+            "training: {step_batch_size_schedule: [0:16, 2000000:32]}",
+            "write it in decimal digits, or as text in quotation marks",
+        ),
         ("checkpoint: {save: 2024-01-01}", "a value of the kind timestamp is not read here"),
         (
             "checkpoint: !!python/name:os.system x",
@@ -192,6 +196,8 @@ def test_another_programs_file_gets_one_sentence(tmp_path, text, program):
         ("x" * 5000, "a path of 5,000 bytes; at most 3,900 are taken"),
         ("a/" + "x" * 256, "a name in this path is longer than the 255 bytes"),
         ("x\udcff", "holds a character that a path cannot hold"),
+        ("runs/$SAVE", "holds a shell variable that was not replaced; write its value"),
+        ("${SAVE}/a", "holds a shell variable that was not replaced; write its value"),
     ],
 )
 def test_what_no_path_can_be(flag, path, fault):

@@ -175,6 +175,8 @@ def test_a_list_for_each_split(tmp_path):
     path.write_text(json.dumps({"train": ["0.25", "a", 0.75, "b"], "valid": "c", "test": ["d"]}))
     line = "--train-data-path 0.25 a 0.75 b --valid-data-path c --test-data-path d"
     assert settings("--per-split-data-args-path", str(path)) == settings(*line.split())
+    path.write_text(json.dumps({"train": "a", "valid": [], "test": None}))
+    assert settings("--per-split-data-args-path", str(path)) == settings("--train-data-path", "a")
 
 
 @pytest.mark.parametrize(

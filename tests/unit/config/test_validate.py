@@ -518,6 +518,8 @@ DERIVED = """
     moe_ffn_hidden_size = 256
 --num-experts 1
     num_experts = None
+@experts --moe-expert-capacity-factor -1
+    moe_expert_capacity_factor = None
 --profile
     profile_dir = profile
 --profile --tensorboard-dir tb
