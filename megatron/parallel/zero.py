@@ -243,7 +243,7 @@ class Zero:
         slice_ = pending.wait()
         if self.zero_stage == 0 and block.groups.shard.size > 1:
             sent = slice_ if self.reduce_dtype is None else slice_.to(self.reduce_dtype)
-            out = block.grad if self.reduce_dtype is None else None
+            out = block.grad if sent.dtype == block.grad.dtype else None
             self.returning.append(
                 (block, start_all_gather(sent, block.groups.shard_gather, out=out))
             )

@@ -139,6 +139,13 @@ def test_no_bit_changes_with(train, layout):
         assert not differences(train(f"{layout} kept", flags), plain)
 
 
+def test_sums_sent_in_the_dtype_of_the_gradients_reach_all_ranks(train):
+    """Stage 0; bf16 gradients are sent in bf16 with or without --grad-reduce-in-bf16."""
+    flags = "--bf16 --main-grads-dtype bf16 --micro-batch-size 4"
+    plain = train("dp2", flags)
+    assert not differences(train("dp2", f"{flags} --grad-reduce-in-bf16"), plain)
+
+
 # ---- a NaN is traced to its micro-batch ----------------------------------------------------------
 
 
