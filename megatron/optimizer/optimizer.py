@@ -266,19 +266,19 @@ class Optimizer:
         assert not self.waiting, "a step on the host that no forward pass has asked for"
         # Kept for the count of zeros in a console line, unless the next step has begun.
         self.waiting = dict.fromkeys(self.host.order, not self.keeps_gradients)
-        # Gradients may cross to the host from here on; the scalars have to be there before the
-        # first step.
-        self.host.begin()
         if self.files is not None:
             self.files.expect(tuple(self.files.dtypes))
         # Copies: the step count moves on before the last block is stepped.
         any_scalars = next(iter(scalars.values()))._asdict()
         copies: dict[str, Any] = {
-            name: value.to("cpu", copy=True)
+            name: value.to("cpu", copy=True, non_blocking=True)
             for name, value in any_scalars.items()
             if isinstance(value, Tensor)
         }
         scalars = {each: at._replace(**copies) for each, at in scalars.items()}
+        # Gradients may cross to the host from here on. A step waits for its gradient, and the
+        # scalars arrive before it.
+        self.host.begin()
         for block in self.host.order:
             update = partial(self._update, self.host_rule, block, scalars)
             step = partial(self._step_on_host, block, update)

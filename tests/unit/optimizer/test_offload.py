@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,6 +19,8 @@ from parity.worker import Outcome, run_case
 
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.optimizer import nvme
+from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.update import StepScalars
 from megatron.parallel.blocks import on_host_of
 
 SMALL = 4096  # elements of a part of a file: layers of these models have several
@@ -168,3 +171,18 @@ def test_the_share_of_the_host_is_the_last_blocks():
     assert on_host_of([4, 2, 2, 2, 6], 0.5) == [False, False, False, True, True]
     # 2 of 16 are nearer to it than 6
     assert on_host_of([4, 2, 2, 2, 6], 0.1) == [False, False, False, True, False]
+
+
+def test_the_host_does_not_wait_for_scalars_but_gradients_cross_behind_them():
+    calls = mock.Mock()
+    calls.scalar = mock.Mock(spec=torch.Tensor)
+    optimizer = SimpleNamespace(
+        waiting={},
+        host=SimpleNamespace(order=[], begin=calls.begin),
+        keeps_gradients=False,
+        files=None,
+    )
+    numbers = [calls.scalar] * 5
+    Optimizer._defer_host_steps(optimizer, {None: StepScalars(1e-3, 0.0, 1e-8, *numbers)})
+    copied = mock.call.scalar.to("cpu", copy=True, non_blocking=True)
+    assert calls.mock_calls == [copied] * 5 + [mock.call.begin()]
