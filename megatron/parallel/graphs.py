@@ -10,8 +10,8 @@ first backward pass of a step overwrites main_grad and the others add to it.
 
 What autograd keeps of a forward pass lives in the memory pool of the slot: its layers are always
 replayed in the order in which they were captured, and a new micro-batch comes when nothing of the
-one before is needed. Of a backward pass nothing lives on but its result, which is copied before
-another is replayed, so that all of them share one pool.
+one before is needed. A backward pass writes its result where it read the gradient of its output,
+which is where the next one reads it; nothing else lives on, so that all of them share one pool.
 
 The first step is made without graphs: kernels are compiled and libraries set up there. Embedding,
 head, evaluation and a layer with the table of positions never have graphs. Called from
@@ -116,10 +116,9 @@ class CapturedLayer:
 
     x: Tensor  # [s, b, h], the leaf of the layer's autograd graph
     y: Tensor  # [s, b, h], with its autograd graph
-    dy: Tensor  # [s, b, h]
     forward: CudaGraph
-    # by whether main_grad is overwritten: the graph, and where it writes dx [s, b, h]
-    backward: dict[bool, tuple[CudaGraph, Tensor]] = dataclasses.field(default_factory=dict)
+    # by whether main_grad is overwritten
+    backward: dict[bool, CudaGraph] = dataclasses.field(default_factory=dict)
 
 
 class GraphedRunner(LayerRunner):
@@ -141,6 +140,8 @@ class GraphedRunner(LayerRunner):
         self.free: list[MicroBatchSlot] = []
         self.captured: dict[tuple[Layer, int], CapturedLayer] = {}
         self.backward_pool: Any = None
+        # [s, b, h]: each backward graph reads dy there and overwrites it with dx
+        self.gradient: Tensor | None = None
 
     def place(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch in a slot, where graphs read it."""
@@ -196,12 +197,11 @@ class GraphedRunner(LayerRunner):
         overwrites = are_overwritten(weights)
         if overwrites not in saved.backward:
             saved.backward[overwrites] = self._capture_backward(saved)
-        graph, dx = saved.backward[overwrites]
-        saved.dy.copy_(dy)
-        graph.replay()
+        self.gradient.copy_(dy)  # does nothing where the layer behind has a graph
+        saved.backward[overwrites].replay()
         for weight in weights if overwrites else ():
             weight.overwrite_main_grad = False
-        return dx.clone() if layer in self.first else dx, None
+        return self.gradient.clone() if layer in self.first else self.gradient, None
 
     def _capture_forward(self, layer: Layer, x: Tensor, slot: MicroBatchSlot) -> CapturedLayer:
         if not self.captured:
@@ -215,26 +215,29 @@ class GraphedRunner(LayerRunner):
                 "--cuda-graphs: a layer that returns auxiliary outputs is not captured; "
                 "drop the flag"
             )
-        return CapturedLayer(place, y, torch.empty_like(y.detach()), graph)
+        if self.gradient is None:
+            self.gradient = torch.empty_like(y.detach())
+        return CapturedLayer(place, y, graph)
 
-    def _capture_backward(self, captured: CapturedLayer) -> tuple[CudaGraph, Tensor]:
+    def _capture_backward(self, captured: CapturedLayer) -> CudaGraph:
         if self.backward_pool is None:
             self.backward_pool = self.graph.new_pool()
         graph = self.graph(self.backward_pool)
 
-        def differentiate() -> Tensor:
+        def differentiate() -> None:
             # towards the input alone: gradients of parameters are in main_grad
-            (dx,) = torch.autograd.grad(captured.y, captured.x, captured.dy, retain_graph=True)
-            return dx
+            (dx,) = torch.autograd.grad(captured.y, captured.x, self.gradient, retain_graph=True)
+            self.gradient.copy_(dx)
 
         try:
             with check_all_params_got_grads([get_gradient_edge(captured.y)]):
-                return graph, graph.capture(differentiate)
+                graph.capture(differentiate)
         except LostGradientError as error:
             raise UserError(
                 "--cuda-graphs: what a captured backward pass computes is in main_grad, and these "
                 f"parameters leave their gradient to autograd: {error.names}; drop the flag"
             ) from error
+        return graph
 
 
 class GraphedPipeline(Pipeline):
