@@ -37,8 +37,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in 
 # from cuBLAS's notes on reproducibility
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_REPEATABLE = (":4096:8", ":16:8")
-# axes on whose collectives a layer waits
-URGENT = frozenset(("tp", "cp", "cp_heads", "cp_ring", "shard", "shard_gather", "ep", "etp"))
+# axes on whose collectives a layer waits, those of experts without their prefix
+URGENT = frozenset("tp cp cp_heads cp_ring tp_cp shard shard_gather ep etp".split())
 # A message of a pipeline has a layer's time to arrive, and takes multiprocessors from that layer. A
 # channel of NCCL is one thread block and is assumed to carry 14 GB/s over a network
 # (NCCL_P2P_PER_CHANNEL_NET_BW): four fill 400 Gb/s.
@@ -233,7 +233,7 @@ def nccl_options(make: Callable[..., Any], group_desc: str, timeout: timedelta) 
     computation waits for it, and few thread blocks for a pipeline's messages. `make`: the class of
     the options, which CPU builds of torch lack.
     """
-    uses = group_desc.split()
+    uses = [use.removeprefix("expert_") for use in group_desc.split()]
     options = make(is_high_priority_stream=not URGENT.isdisjoint(uses))
     options._timeout = timeout  # torch warns when it is not the group's
     if uses[0].startswith("channel"):

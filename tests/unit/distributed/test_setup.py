@@ -60,6 +60,10 @@ class Options:
         ("dp replicas shard", True, False),
         ("dp replicas", False, False),
         ("pp tied", False, False),
+        ("expert_replicas expert_shard", True, False),
+        ("expert_shard_gather", True, False),
+        ("expert_replicas", False, False),
+        ("tp_cp", True, False),
         ("channel12", False, True),
     ],
 )
