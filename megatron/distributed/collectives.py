@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from megatron.config.workspace import ROUND_BYTES
-from megatron.distributed.groups import Axis
+from megatron.distributed.groups import Axis, Groups
 from megatron.distributed.peers import waiting
 from megatron.distributed.rendezvous import name_ranks
 
@@ -412,6 +412,25 @@ def start_receive(
     x = torch.empty(shape, dtype=dtype, device="cpu" if on_host else device)
     receiving = backend.irecv(x, source, axis, tag)
     return _ToDevice(receiving, device) if on_host else receiving
+
+
+def connect_channels(groups: Groups, device: torch.device) -> None:
+    """Send a word over every link between pipeline ranks. NCCL connects two ranks at their first
+    message, and blocks the hosts of both until each has posted it: a receive that is posted before
+    the pass whose result its sender needs would deadlock. Never run over NCCL.
+    """
+    here, size = groups.pp.rank, groups.pp.size
+    links = {(rank, (rank + step) % size) for rank in range(size) for step in (1, -1)}
+    word = torch.zeros(1, device=device)
+    # In one order on all ranks: both ends of the first link that is not connected have reached it.
+    for source, to in sorted(links):
+        if here in (source, to):
+            axis = groups.channel(source, to)
+            with _waiting("first message", axis):
+                if here == source:
+                    start_send(word, to, axis).wait()
+                else:
+                    start_receive((1,), word.dtype, device, source, axis).wait()
 
 
 # ---- the same, awaited at once

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 from megatron.config.groups import DistributedConfig
+from megatron.distributed.collectives import connect_channels
 from megatron.distributed.groups import Groups, Layout, build_groups, one_process
 from megatron.distributed.launchers import Environment, Launch, LaunchError, launch_of, number
 from megatron.distributed.peers import PEERS, wait_for_count
@@ -225,7 +226,10 @@ def make_groups(layout: Layout, kv_heads: int | None, **options: Any) -> Groups:
         options = nccl_options(dist.ProcessGroupNCCL.Options, group_desc, timeout) if nccl else None
         return dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=group_desc)
 
-    return build_groups(layout, dist.get_rank(), new_group, kv_heads, **options)
+    groups = build_groups(layout, dist.get_rank(), new_group, kv_heads, **options)
+    if nccl and layout.pp > 1:
+        connect_channels(groups, torch.device("cuda", torch.cuda.current_device()))
+    return groups
 
 
 def nccl_options(make: Callable[..., Any], group_desc: str, timeout: timedelta) -> Any:

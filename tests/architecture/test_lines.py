@@ -12,7 +12,7 @@ LINES = {
     "megatron/checkpoint": 4354,
     "megatron/config": 4729,
     "megatron/data": 1421,
-    "megatron/distributed": 2283,
+    "megatron/distributed": 2306,
     "megatron/model": 6078,
     "megatron/observe": 1164,
     "megatron/optimizer": 1495,

@@ -10,9 +10,12 @@ import subprocess
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
+from megatron.distributed import setup
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import MESSAGE_CTAS, make_groups, nccl_options
 
@@ -72,6 +75,19 @@ def test_nccl_puts_what_computation_waits_for_first_and_messages_on_few_channels
     assert options.is_high_priority_stream is urgent
     assert options.config.max_ctas == (MESSAGE_CTAS if few else None)
     assert options.config.min_ctas is None and options._timeout == timedelta(minutes=3)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_channels_of_a_pipeline_are_connected_over_nccl_alone(monkeypatch, backend):
+    dist = mock.MagicMock()
+    dist.get_backend.return_value, dist.get_world_size.return_value = backend, 2
+    monkeypatch.setattr(setup, "dist", dist)
+    monkeypatch.setattr(setup, "build_groups", lambda *_, **__: "groups")
+    monkeypatch.setattr(setup, "connect_channels", connect := mock.Mock())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    make_groups(Layout(pp=2), None)
+    due = [mock.call("groups", torch.device("cuda", 1))] if backend == "nccl" else []
+    assert connect.mock_calls == due
 
 
 def descriptions():
