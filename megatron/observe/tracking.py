@@ -61,6 +61,7 @@ class Tracker:
         resumed_iteration: int,
         resumed_samples: int = 0,
     ) -> None:
+        self.exit_code = 0  # with another one wandb shows the run as failed
         self._iteration = 0
         self._interval = config.logging.tensorboard_log_interval
         self._reached: Metrics = {
@@ -89,7 +90,8 @@ class Tracker:
         last: iterations never decrease.
         """
         iteration = self._iteration = max(iteration, self._iteration)
-        is_thinned = iteration % self._interval and not any(map(_is_rare, metrics))
+        is_rare = any(name.startswith(_RARE) for name in metrics)
+        is_thinned = iteration % self._interval and not is_rare
         self._reached |= {name: metrics[name] for name in AXES if name in metrics}
         for name, backend in list(self._backends.items()):
             if is_thinned and name != "metrics.jsonl":
@@ -120,7 +122,7 @@ class Tracker:
     def close(self) -> None:
         for name, backend in list(self._backends.items()):
             with self._guarded(name):
-                backend.close()
+                backend.close(self.exit_code)
         self._backends.clear()
 
     def _open(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
@@ -171,7 +173,7 @@ class _Jsonl:
         row = {**self._row, "timestamp": round(time.time(), 3)}
         self._file.append({name: _json_number(value) for name, value in row.items()})
 
-    def close(self) -> None:
+    def close(self, _code: int) -> None:
         self._file.close()
 
 
@@ -203,7 +205,7 @@ class _TensorBoard:
         self._iteration = iteration
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, _code: int) -> None:
         self._writer.close()
 
 
@@ -280,10 +282,10 @@ class _Wandb:
         self.run.log({"iteration": iteration, **row})
         self._mark = {}
 
-    def close(self) -> None:
+    def close(self, code: int) -> None:
         import wandb
 
-        self.run.finish()
+        self.run.finish(exit_code=code)
         wandb.teardown()  # finish alone may return before its service has written the file
 
 
@@ -315,7 +317,8 @@ def _secret_values() -> set[str]:
 
 
 def _is_secret(name: str) -> bool:
-    return not _SECRET.isdisjoint(re.split(r"[^a-z0-9]+", name.lower()))
+    words = name.lower().removeprefix("moe_token_")  # of flags, about the batch's tokens
+    return not _SECRET.isdisjoint(re.split(r"[^a-z0-9]+", words))
 
 
 def redact(value: Any, secret_values: set[str]) -> Any:
@@ -335,10 +338,6 @@ def redact(value: Any, secret_values: set[str]) -> Any:
         for secret in secret_values:
             value = value.replace(secret, "***")
     return value
-
-
-def _is_rare(name: str) -> bool:
-    return name.startswith(_RARE)
 
 
 def _json_number(value: float) -> float | str:

@@ -167,8 +167,7 @@ def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.d
     set_determinism(device, config.model.deterministic_mode)
     if device.type == "cuda" and config.optimizer.optimizer_cpu_offload:
         share_cores(launch)
-    versions = {"megatron": __version__, "torch": torch.__version__}
-    same = {**flags.to_dict(), "versions": versions}
+    same = flags.to_dict() | {"versions": {"megatron": __version__, "torch": torch.__version__}}
     connect(launch, backend, config.distributed.distributed_timeout_minutes, same)
     return device
 
@@ -388,10 +387,10 @@ def _train_and_evaluate(run: Run) -> int:
         try:
             ended = train(run)
         except NonFiniteError as error:
-            finalize(run)
-            _write_end(run, 1, str(error).splitlines()[0])
             if run.groups.rank == 0:
                 print(error, file=sys.stderr, flush=True)
+            finalize(run)
+            _write_end(run, 1, str(error).splitlines()[0])
             return 1
         logger.info(f" {ended.reason}: exiting at iteration {run.progress.iteration}")
 
@@ -410,6 +409,7 @@ def _train_and_evaluate(run: Run) -> int:
 
 def _write_end(run: Run, code: int, reason: str) -> None:
     """Write the last event of this start; wandb's summary shows the goodput of all starts."""
+    run.tracker.exit_code = int(code == 1)  # 85 and 143 are continued
     run.timing.events.end(run.progress.iteration, code, reason)
     folder = run.config.checkpoint.save
     if folder is not None:

@@ -20,7 +20,7 @@ from unit.observe.wandb_files import history, records, run_files, values
 from megatron.config.errors import UserError
 from megatron.config.groups import CheckpointConfig, Config, DataConfig, LoggingConfig
 from megatron.observe.metrics import is_measured, save_metrics
-from megatron.observe.tracking import Tracker
+from megatron.observe.tracking import Tracker, redact
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = HERE.parents[2], HERE.parents[1], HERE
@@ -311,6 +311,14 @@ def test_every_row_of_wandb_has_three_axes(tmp_path, offline):
     assert rows[0]["speed/save-checkpoint-seconds"] == 2.0 and rows[2]["grad-norm/layers.0"] == 1.0
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_wandb_stores_whether_a_run_failed(tmp_path, offline, code):
+    tracker = train(make(tmp_path, wandb_project="p"), 1, 1)
+    tracker.exit_code = code
+    tracker.close()
+    assert [record.exit_code for record in records(tmp_path, "exit")] == [code]
+
+
 def test_pictures_are_the_first_and_the_last(tmp_path, offline):
     drawn = []
 
@@ -335,7 +343,7 @@ def test_pictures_are_the_first_and_the_last(tmp_path, offline):
 
 
 def test_no_secret_is_stored_anywhere(tmp_path, offline):
-    shown = {"tokens": 3, "token": None}
+    shown = {"tokens": 3, "token": None, "moe_token_dispatcher_type": "alltoall"}
     secret = {"wandb_api_key": "another", "API-KEY": "another"}
     stored = {"config": {"paths": [f"s3://{SECRET}@bucket"], **secret, **shown}}
     tracker = Tracker(make(tmp_path, wandb_project="p"), stored, 0)
@@ -348,6 +356,12 @@ def test_no_secret_is_stored_anywhere(tmp_path, offline):
     assert json.loads((tmp_path / "metrics.config.json").read_text()) == {
         "config": {"paths": ["s3://***@bucket"], **dict.fromkeys(secret, "***"), **shown}
     }
+
+
+def test_no_flag_is_taken_for_a_secret():
+    """What a reader of the record needs to make the run again."""
+    flags = {name: "shown" for group in Config().to_dict().values() for name in group}
+    assert redact(flags, set()) == flags
 
 
 @pytest.mark.parametrize("key, reason", [(None, "no key"), (SECRET, "cannot be reached")])

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 import signal
+import sys
 import time
 import types
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.data.loader import Source
 from megatron.model.layer import HeadLayer
+from megatron.observe.tracking import Tracker
 from megatron.training import evaluate, loop, prepare, pretrain
 from megatron.training import step as training_step
 from pretrain_gpt import main
@@ -281,12 +283,22 @@ def poison(monkeypatch, sample, value=math.nan):
 
 
 def test_nan_stops_and_names_the_samples(tmp_path, monkeypatch, capsys):
+    """At once, for a launcher may kill the rank while it saves; trackers learn that it failed."""
     poison(monkeypatch, 11)
+    codes, close = [], Tracker.close
+
+    def closed(tracker):
+        codes.append(tracker.exit_code)
+        close(tracker)
+
+    monkeypatch.setattr(Tracker, "close", closed)
+    monkeypatch.setattr(pretrain, "finalize", lambda run: print("saves ended", file=sys.stderr))
     run(tmp_path, "--train-iters", 6, code=1)
     text = capsys.readouterr().err
     for words in ("iteration 3:", "micro-batch 1: loss, samples 10..11", "--nan-policy skip"):
         assert words in text
     assert "micro-batch 0" not in text
+    assert text.index("iteration 3:") < text.index("saves ended") and codes == [1]
 
 
 def test_nan_is_skipped_on_request(tmp_path, monkeypatch, capsys):
