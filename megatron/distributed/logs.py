@@ -19,6 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from megatron.distributed.peers import MAX_CLONES
+
 LOGGED = "megatron", "py.warnings"  # names of loggers
 DEDUP_S = 5.0  # seconds that rank 0 has to log the same text
 
@@ -95,9 +97,10 @@ def job_log() -> Iterator[None]:
     """Inside, this process logs as its rank in the job does."""
     handler = JobHandler()
     if dist.is_initialized() and dist.get_world_size() > 1:
-        # on a separate connection
+        # on a separate connection, of which the store's host can hold a limited number
         default: Any = dist.distributed_c10d._get_default_store()
-        handler = JobHandler(dist.get_rank(), PrefixStore("log", default.clone()))
+        own = default.clone() if dist.get_world_size() <= MAX_CLONES else default
+        handler = JobHandler(dist.get_rank(), PrefixStore("log", own))
     handler.setFormatter(LineFormatter())
     loggers = [logging.getLogger(name) for name in LOGGED]
     before = [(logger, logger.level, logger.propagate) for logger in loggers]

@@ -26,13 +26,14 @@ from megatron.config.errors import some
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05  # between two polls of the store
+MAX_POLLS = 10_000  # of the store in a second, by all ranks
 HEARTBEAT_S = 2.0  # between two heartbeats of a rank
 OBSERVE_S = 2.5 * HEARTBEAT_S  # a living rank has a new heartbeat within this time
 STORE_TIMEOUT_S = 5.0
 SILENT_S = 30.0  # without a heartbeat, after which rank 0 warns
 LOGGED = math.inf  # in place of the time of a rank's last report, once its silence is logged
 MAX_NAMED = 8  # ranks in one message
-MAX_CLONES = 256  # ranks of a job in which each has a second connection to the store
+MAX_CLONES = 256  # ranks of a job in which heartbeats and the log have their own connections
 MAX_OBSERVERS = 1024  # ranks of a job in which each looks at the others; else rank 0 alone
 
 
@@ -60,7 +61,7 @@ def wait_for_count(store: Store, key: str, count: int, seconds: float, own: int 
     with suppress(RuntimeError):
         found = store.add(key, own)
         while found < count and time.monotonic() < until:
-            time.sleep(POLL_S)
+            time.sleep(max(POLL_S, count / MAX_POLLS))
             found = store.add(key, 0)
 
 
@@ -267,8 +268,9 @@ def waiting(
         with in_trace:
             yield
     except RuntimeError as error:
-        # running out of memory is no fault of a peer
-        if is_out_of_memory(error) or len(PEERS.waits) > 1:
+        # no peer is to blame for memory that ran out, or for an error of an earlier kernel here
+        is_own = is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
+        if is_own or len(PEERS.waits) > 1:
             raise
         cause = str(error).splitlines()[0].partition(". ")[0]  # without Gloo's advice
         waited = time.monotonic() - begun

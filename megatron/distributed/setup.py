@@ -34,6 +34,7 @@ from megatron.distributed.rendezvous import ERROR_GRACE_S, meet
 
 logger = logging.getLogger(__name__)
 
+CLOSING_S = 150.0  # in which rank 0 closes its trackers; wandb takes up to two minutes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in glibc's malloc.h
 # from cuBLAS's notes on reproducibility
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -196,13 +197,15 @@ def connect(
 
 
 def disconnect() -> None:
-    """Disconnect all ranks at the end of a job. The store's host waits until the others have
+    """Disconnect all ranks at the end of a job, once each has closed its files: a launcher kills
+    the others when one ends with an error code. The store's host waits until the others have
     disconnected, for a few seconds at most.
     """
     if not dist.is_initialized():
         return
     store = dist.distributed_c10d._get_default_store()
     world, patience = dist.get_world_size(), ERROR_GRACE_S if dist.get_rank() == 0 else 0
+    wait_for_count(store, "closed", world, CLOSING_S)
     PEERS.stop()
     dist.destroy_process_group()
     wait_for_count(store, "left", world, patience)

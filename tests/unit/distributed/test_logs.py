@@ -9,9 +9,12 @@ import time
 import warnings
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from megatron.distributed import logs
+from megatron.distributed.peers import MAX_CLONES
 
 logger = logging.getLogger("megatron.tests")
 
@@ -97,3 +100,22 @@ def test_rank_0_does_not_wait_for_the_store():
     record = logging.LogRecord("megatron", logging.WARNING, "", 0, "known", None, None)
     logs.JobHandler(0, store).emit(record)
     store.set.assert_called_once()
+
+
+@pytest.mark.parametrize(("world", "connections"), [(MAX_CLONES, 1), (MAX_CLONES + 1, 0)])
+def test_a_large_job_shares_its_connections_to_the_store(monkeypatch, world, connections):
+    cloned = []
+
+    class Counted(HashStore):
+        def clone(self):
+            cloned.append(self)
+            return self
+
+    store = Counted()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    with logs.job_log():
+        logger.warning("known")
+    assert len(cloned) == connections and store.num_keys() == 1

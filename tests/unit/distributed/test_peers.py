@@ -69,6 +69,12 @@ def test_ranks_that_wait_are_not_blamed(three, monkeypatch):
     )
 
 
+def test_an_error_of_the_device_is_blamed_on_nobody():
+    """CUDA reports that of a kernel at a later call, which may be one that waits for others."""
+    with pytest.raises(torch.AcceleratorError), waiting(lambda seconds: "rank 0 waited"):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
 def test_memory_that_runs_out_is_blamed_on_nobody():
     """A real allocation that fails while others are waited for; the control is another error."""
     with (

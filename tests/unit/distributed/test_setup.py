@@ -8,16 +8,19 @@ import platform
 import resource
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
 
 from megatron.distributed import setup
 from megatron.distributed.groups import Layout
-from megatron.distributed.setup import MESSAGE_CTAS, make_groups, nccl_options
+from megatron.distributed.setup import MESSAGE_CTAS, disconnect, make_groups, nccl_options
 
 FAULTS = """
 import resource, sys, torch
@@ -100,3 +103,18 @@ def test_a_group_of_torch_is_described_by_its_uses(gloo_world):
     # torch's own group of all ranks serves
     uses = ["default_pg", "tp", "pp tied", "pp tied", "channel0", "channel1"]
     assert gloo_world(4).run(descriptions) == [uses] * 4
+
+
+def test_a_rank_stays_until_all_have_closed_their_files(monkeypatch):
+    """A launcher kills the others when one has ended with an error code."""
+    store, closed = HashStore(), []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(
+        dist, "destroy_process_group", lambda: closed.append(store.add("closed", 0))
+    )
+    threading.Timer(0.3, store.add, ("closed", 1)).start()  # rank 0
+    disconnect()
+    assert closed == [2]
