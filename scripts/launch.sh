@@ -3,6 +3,8 @@
 # Reads MASTER_ADDR, MASTER_PORT, RANKS_PER_NODE, PYTHON, FAILURES (a file that failing tasks add their exit codes to), LOGS (a folder for what each
 # rank writes, or nothing) and Slurm's own variables. It runs inside the container, where there is one, so that signals reach the ranks themselves.
 set -u
+# train.sbatch sends SIGUSR1 again and again: before a rank can handle it, it must not kill anything.
+trap '' USR1
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 way=$1
 shift
@@ -31,8 +33,8 @@ if [[ $cuda =~ ^[0-9]{4,6}$ ]] && [ "$cuda" -ge 12030 ]; then
 fi
 
 # Both signals ask for a checkpoint. Which processes Slurm sends them to depends on its plugins, so a rank may get one twice, or before it can
-# handle it: ignored from here on, neither kills it. (Its handlers replace this; a second signal falls back to this.)
-trap '' USR1 TERM
+# handle it: SIGTERM too is ignored from here on. (Its handlers replace this; a second signal falls back to this.)
+trap '' TERM
 tee=
 if [ -n "${LOGS:-}" ]; then
     (umask g-w,o-rwx && mkdir -p "$LOGS") || exit 2
@@ -40,6 +42,8 @@ fi
 if [ "$way" = torchrun ]; then
     [ -z "${LOGS:-}" ] || logs=(--tee 3 --log-dir "$LOGS/node-$SLURM_NODEID")  # each line in the job's log then names its rank
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
+    # seconds that ranks get to save at SIGTERM, of 30 by default; torch 2.11 does not read it. Slurm kills them when their time is over.
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     "$PYTHON" "$root/scripts/torchrun.py" ${logs[@]+"${logs[@]}"} --nnodes "$SLURM_STEP_NUM_NODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$RANKS_PER_NODE" \
         --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$root/pretrain_gpt.py" "$@" &
     ranks() { cat "/proc/$child/task/$child/children"; }  # torchrun passes SIGTERM on to them, SIGUSR1 not

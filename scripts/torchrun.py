@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
                 flush=True,
             )
         return code
-    except SignalException as stopped:  # its ranks got the signal too, and 30 seconds
+    except SignalException as stopped:  # its ranks got the signal too, and time to save (launch.sh)
         return 128 + stopped.sigval
     return 0
 

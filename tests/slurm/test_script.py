@@ -117,6 +117,11 @@ def test_the_tasks_of_the_sweep_are_different_runs(start, tmp_path):
 COMMAND = "$(touch {mark})"
 ATTEMPTS = [f"a[{COMMAND}]", COMMAND, "SLURM_JOB_ID", "-1", "1e3", "010", "9" * 20, ""]
 TRACKER = "latest_checkpointed_iteration.txt"
+EVENTS = "events.jsonl"
+
+
+def event(name: str, iteration: object) -> str:
+    return f'{{"event": "{name}", "time": 1.5, "iteration": {iteration}}}\n'
 
 
 @pytest.mark.parametrize(
@@ -125,11 +130,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
         *(("attempts", f"7 0 {count}\n", "attempt 1 of 3") for count in ATTEMPTS),
         *((TRACKER, newest, "from iteration 0:") for newest in (f"a[{COMMAND}]", COMMAND)),
         (TRACKER, "3\n4", "from iteration 3:"),
+        # of the events, the last start's, which may have loaded a checkpoint of the nodes
+        (EVENTS, event("start", 0) + event("start", 3) + event("steps", 9), "from iteration 3:"),
+        (EVENTS, event("start", 7) + event("start", COMMAND), "from iteration 7:"),
     ],
 )
 def test_files_of_a_run_are_data(start, tmp_path, file, content, message):
     mark = tmp_path / "carried-out"
-    (tmp_path / "run" / file).write_text(content.format(mark=mark))
+    (tmp_path / "run" / file).write_text(content.replace("{mark}", str(mark)))
     started = start()
     assert started.code == 0 and not mark.exists() and message in started.log, started.log
 
@@ -158,6 +166,14 @@ def test_tokens_are_counted_in_the_sequences_of_the_flag_given_last(start):
     assert start("--seq-length", "512", TOKENS="10240").training[-2:] == ["--train-samples", "20"]
     given = start("--train-iters", "7").training
     assert given[-2:] == ["--train-iters", "7"] and "--train-samples" not in given
+
+
+def test_a_length_in_sequences_without_their_flag_is_refused(start):
+    for flags, settings in (([], {}), (["--config", "run.yaml"], {"TOKENS": "10240"})):
+        started = start(*flags, PRESET="", **settings)
+        assert started.code == 2 and not started.training, started.log
+        assert " needs --seq-length behind the script: add it, or set TOKENS= " in started.log
+    assert start("--config", "run.yaml", PRESET="", TOKENS="").code == 0
 
 
 def test_the_attempts_are_counted_and_for_the_group_alone(start, tmp_path):
@@ -235,6 +251,17 @@ def test_container_and_srun_flags_are_words_that_may_hold_spaces(start, tmp_path
         assert refused.code == 2 and f"{setting}=it's: " in refused.log and not refused.training
 
 
+def test_a_warning_before_the_ranks_are_started_is_no_end(start, tmp_path):
+    """bash would die of SIGUSR1, and Slurm would not requeue the job."""
+    setup = tmp_path / "setup.sh"
+    setup.write_text("export BATCH=$$\n")
+    script = f'kill -USR1 "$BATCH"; exec {tmp_path}/python "$@"'
+    python = program(tmp_path / "warned", script)
+    started = start(SETUP=str(setup), PYTHON=str(python))
+    assert (started.code, started.requeued) == (85, True) and not started.training, started.log
+    assert "SIGUSR1 before the ranks were started" in started.log
+
+
 def launch(
     tmp_path: Path, way: str, pretrain: str, **settings: str
 ) -> subprocess.CompletedProcess[str]:
@@ -289,6 +316,25 @@ def test_settings_of_nccl_and_torch_reach_the_ranks_and_those_given_win(
     assert done.returncode == 0, done.stderr
     seen = re.findall(r"SEEN (.*)", done.stdout)
     assert [json.loads(line) for line in seen] == [{**DEFAULTS, **changed, **given}]
+
+
+@pytest.mark.parametrize("given", [{}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}])
+def test_torchrun_gives_its_ranks_time_to_save(tmp_path, given):
+    """At SIGTERM; 30 seconds are its default, whatever the site allows."""
+    script = "import os; print('SEEN', os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])"
+    done = launch(tmp_path, "torchrun", script, **given)
+    seconds = given.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    assert done.returncode == 0 and f"SEEN {seconds}\n" in done.stdout, done.stderr
+
+
+def test_a_signal_before_the_rank_is_started_does_not_kill_it(tmp_path):
+    """SIGUSR1 while the driver is asked for its version."""
+    (tmp_path / "begin").write_text("export LAUNCHER=${LAUNCHER:-$$}\n")
+    cases = f'*cuDriverGetVersion*) kill -USR1 "$LAUNCHER" ;; *) exec {sys.executable} "$@" ;;'
+    python = program(tmp_path / "python", f'case "$*" in {cases} esac')
+    settings = {"PYTHON": str(python), "BASH_ENV": str(tmp_path / "begin")}
+    done = launch(tmp_path, "srun", "print('started')", **settings)
+    assert done.returncode == 0 and "started" in done.stdout, done.stderr
 
 
 # ---- the check of the nodes ----------------------------------------------------------------------
