@@ -20,6 +20,8 @@ of all products, 2 N i o each; with few rows an expert the bytes of its matrix.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import store_rounded
@@ -117,7 +119,7 @@ def of_matrix(weight, expert, width, inner, k, columns, TURNED: tl.constexpr):
     return at
 
 
-@jit
+@partial(jit, do_not_specialize=("tiles",))
 def rows_kernel(
     x,
     weight,

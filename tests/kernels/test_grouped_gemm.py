@@ -9,13 +9,14 @@ from functools import partial
 import pytest
 import torch
 from checks import assert_as_good, check_case
-from megatron.kernels import dispatch
+from megatron.kernels import dispatch, lang
 from megatron.kernels import grouped_gemm as module
 from megatron.kernels.configurations import Row
 from megatron.kernels.grouped_gemm import (
     grouped_gemm_reference,
     grouped_weight_grad_reference,
 )
+from megatron.kernels.tools.shipped import _launched
 from torch import nn
 
 from megatron.config.groups import (
@@ -63,6 +64,18 @@ def draw(counts, o, i, dtype, device):
 def test_against_the_definition(device, counts, o, i, dtype, what):
     settings = {"counts": counts, "o": o, "i": i}
     check_case(f"grouped_gemm {what}", settings, dtype, device, allocates=what == "rows")
+
+
+def test_the_number_of_rows_changes_no_compilation():
+    """With expert parallelism it differs from step to step: here 1, 16 and 17 tiles."""
+    sizes = {"o": 32, "i": 16}
+    first, *others = (
+        _launched(
+            (("y", "dx"), "grouped_gemm rows", "bfloat16", sizes | {"counts": (rows,)}), lang.HOPPER
+        )
+        for rows in (16, 256, 272)
+    )
+    assert len(first) == 2 and others == [first, first]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
