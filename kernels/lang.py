@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -142,12 +143,17 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+@cache  # torch asks CUDA at each call, and a layer asks tens of times
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
+
+
 def capability(device: torch.device) -> int:
     """The architecture that configurations are chosen for: 90 for Hopper."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ARCH_WITHOUT_GPU
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    properties = _properties(device)
+    return 10 * properties.major + properties.minor
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -156,4 +162,4 @@ def multiprocessors(device: torch.device) -> int:
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return _properties(device).multi_processor_count
