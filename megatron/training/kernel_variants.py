@@ -260,10 +260,12 @@ def _fp8(shape: RunShape) -> Settings:
         "width": shape.model.hidden_size,
         "scaling": SCALINGS[precision.fp8_recipe],
     }
+    # In the backward pass dy is wanted both ways, weights and inputs transposed alone.
+    forms = ({"transposed": False}, {"transposed": True}, {"transposed": True, "plain": False})
     return [
-        (f"fp8 {'tiles' if turned else 'rows'}", common | {"transposed": turned, "to": to})
+        (f"fp8 {'tiles' if form['transposed'] else 'rows'}", common | form | {"to": to})
         for to in sorted({"float8_e4m3fn", gradient})
-        for turned in (False, True)
+        for form in forms
     ]
 
 

@@ -17,7 +17,7 @@ LINES = {
     "megatron/observe": 1163,
     "megatron/optimizer": 1495,
     "megatron/parallel": 3127,
-    "megatron/training": 3575,
+    "megatron/training": 3577,
 }
 
 
