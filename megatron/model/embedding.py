@@ -40,10 +40,11 @@ class _Embedding(torch.autograd.Function):
         if tp.size == 1:
             ctx.save_for_backward(ids)
             return F.embedding(ids, weight)
-        # This rank's rows of the table; ids of other ranks' rows read row 0 and are masked.
+        # This rank's rows of the table. Ids of other ranks' rows read some row and are masked:
+        # not all the same one, since a GPU adds the gradients of equal ids one after another.
         local = ids - tp.axis.rank * weight.shape[0]
         elsewhere = (local < 0) | (local >= weight.shape[0])
-        local.masked_fill_(elsewhere, 0)
+        local.remainder_(weight.shape[0])
         ctx.save_for_backward(local, elsewhere)
         y = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
         # One rank has the row of an id and the others zeros, so the sum does not round.

@@ -66,7 +66,7 @@ def gated_gradients(
     dweights = None
     if weights is not None:
         dweights = torch.mul(dup, up).mul_(dy).sum(1, dtype=weights.dtype)
-        dy = (dy * weights.unsqueeze(1)).to(fused.dtype)
+        dy = torch.mul(dy, weights.unsqueeze(1), out=torch.empty_like(dy))
     gradient(torch.mul(dy, up, out=dgate), gate, grad_input=dgate)
     dup.mul_(dy)
     return dfused, dweights

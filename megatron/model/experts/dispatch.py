@@ -35,7 +35,6 @@ from megatron.distributed.collectives import (
 from megatron.distributed.groups import Axis
 from megatron.distributed.interleaver import yield_turn
 from megatron.model.experts.experts import TRITON, RowCounts
-from megatron.model.experts.router import count_of
 from megatron.model.linear_map import linear_map
 from megatron.model.model_parallel import TensorParallel
 
@@ -79,12 +78,12 @@ def assignments_by_expert(
     # Choices that no expert takes count as of an expert behind the last, so they sort to the end.
     if keep is not None:
         experts = torch.where(keep, experts, count)
-    flat = experts.flatten()
-    order = flat.argsort(stable=True)
+    ordered, order = experts.flatten().sort(stable=True)
     place = inverse_of(order).view(experts.shape)
     if keep is not None:
         place.masked_fill_(~keep, 0)
-    return count_of(flat, count + 1)[:count], Assignments(order, place, keep)
+    counts = torch.searchsorted(ordered, torch.arange(count + 1, device=ordered.device)).diff()
+    return counts, Assignments(order, place, keep)
 
 
 def inverse_of(order: Tensor) -> Tensor:

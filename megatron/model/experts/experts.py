@@ -183,7 +183,7 @@ class _WeightedActivation(torch.autograd.Function):
         ctx.save_for_backward(x, weights)
         ctx.activation, ctx.gated = activation, gated
         # The weight enters before fc2: its gradient is a sum over f, and nothing more is saved.
-        return (activation(x) * weights.unsqueeze(1)).to(x.dtype)
+        return activation(x).mul_(weights.unsqueeze(1))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -195,7 +195,8 @@ class _WeightedActivation(torch.autograd.Function):
             leaf = x.detach().requires_grad_()
             y = ctx.activation(leaf)
         dweights = (dy * y.detach()).sum(1, dtype=weights.dtype)
-        (dx,) = torch.autograd.grad(y, leaf, (dy * weights.unsqueeze(1)).to(x.dtype))
+        scaled = torch.mul(dy, weights.unsqueeze(1), out=torch.empty_like(dy))
+        (dx,) = torch.autograd.grad(y, leaf, scaled)
         return dx, dweights, None, None
 
 
