@@ -97,6 +97,14 @@ def _check_fp8(config: Config, device: torch.device) -> None:
             f"{asked}: needs a GPU of compute capability 9.0 or newer, this one has {arch / 10}; "
             "drop it"
         )
+    if precision.fp8_recipe == "blockwise":
+        # torch._scaled_mm scales blocks of 1 x 128 there alone; a build without CUDA only plans
+        cuda = torch.version.cuda or "12.9"
+        if arch != lang.HOPPER or tuple(map(int, cuda.split("."))) < (12, 9):
+            raise UserError(
+                "--fp8-recipe blockwise: needs compute capability 9.0 and CUDA 12.9 or newer, not "
+                f"{arch / 10} and {cuda}; give --fp8-recipe tensorwise or rowwise"
+            )
     if not precision.bf16:
         raise UserError(f"{asked}: on a GPU the results are bf16; give --bf16")
     if fault := lang.unsupported_reason(device, torch.bfloat16) or FAULTY.get("fp8"):
@@ -122,11 +130,12 @@ def _check_ring(
 
 
 def _prefers_ours(config: Config, device: torch.device) -> bool:
-    """Whether `auto` takes Triton's attention unmeasured: on Hopper, for which torch's FLASH kernel
-    was not made, and where that kernel would read a mask of all scores or keep them in memory, or
-    gives too little: context-parallel ranks read positions, a ring needs the log-sum-exp.
+    """Whether `auto` takes Triton's attention unmeasured: in 16 bits on Hopper, for which torch's
+    FLASH kernel was not made, and where that would read a mask of all scores, keep them in memory
+    or give too little: context-parallel ranks read positions, a ring needs the log-sum-exp.
     """
-    return lang.capability(device) == lang.HOPPER or bool(
+    is_narrow = compute_dtype(config.precision).itemsize == 2
+    return (is_narrow and lang.capability(device) == lang.HOPPER) or bool(
         _masks(config)
         or beyond_sdpa(config.model, training=True)
         or attention_ranks(config.distributed)[0] < config.distributed.context_parallel_size

@@ -13,7 +13,7 @@ LINES = {
     "megatron/config": 4729,
     "megatron/data": 1421,
     "megatron/distributed": 2314,
-    "megatron/model": 6079,
+    "megatron/model": 6088,
     "megatron/observe": 1163,
     "megatron/optimizer": 1495,
     "megatron/parallel": 3127,

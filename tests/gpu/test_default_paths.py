@@ -73,6 +73,8 @@ def test_a_default_path_trains_as_on_a_cpu(path, precision, tmp_path, monkeypatc
 def test_products_of_8_bit_floats_train_as_their_definition(recipe, tmp_path, monkeypatch, capsys):
     (tmp_path / "gpu").mkdir()
     (tmp_path / "cpu").mkdir()
+    if recipe == "blockwise" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch scales blocks on compute capability 9.0 alone")
     form = "e4m3" if recipe == "blockwise" else "hybrid"
     fp8 = f"--bf16 --fp8-format {form} --fp8-recipe {recipe} --fp8-min-width 256".split()
     found = losses(tmp_path / "gpu", *LLAMA, *fp8)

@@ -116,6 +116,9 @@ ATTENTION = [
     (run(cp="allgather"), 80, "triton"),
     (run(cp="p2p"), 80, "triton"),
     (run(), 90, "triton"),
+    # in fp32 torch takes its memory-efficient kernel
+    (dataclasses.replace(run(), precision=PrecisionConfig()), 90, "auto"),
+    (dataclasses.replace(run(window_size=64), precision=PrecisionConfig()), 90, "triton"),
     # Gluon's kernels know no positions
     (run(cp="a2a", window_size=8, attention_backend="gluon"), 90, "gluon"),
     (run(cp="p2p", attention_backend="gluon"), 90, "gluon"),
@@ -195,6 +198,22 @@ def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter, message, d
 def test_an_operator_is_refused(no_interpreter, operator, wanted, device, dtype, message):
     with pytest.raises(ValueError, match=f"^--{operator}-backend {wanted}: {message}"):
         choose(operator, wanted, device, dtype)
+
+
+@pytest.mark.parametrize(
+    "architecture, cuda, refused",
+    [(90, "12.9", ""), (90, "13.0", ""), (90, None, ""), (90, "12.8", "12.8"), (100, "13", "10.0")],
+)
+def test_blocks_of_8_bit_floats_need_hopper(monkeypatch, architecture, cuda, refused):
+    monkeypatch.setattr(lang, "capability", lambda device: architecture)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    precision = PrecisionConfig(bf16=True, fp8_format="e4m3", fp8_recipe="blockwise")
+    config = dataclasses.replace(run(), precision=precision)
+    if not refused:
+        choose_kernels(config, GPU)
+        return
+    with pytest.raises(ValueError, match=f"^--fp8-recipe blockwise: .* not .*{refused}.*; give "):
+        choose_kernels(config, GPU)
 
 
 def test_apex_is_not_given_narrow_moments_nor_the_norm_of_float64(monkeypatch):
