@@ -276,7 +276,7 @@ def in_words(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Policy:
-    """Multiples of `interval` stay, and of all others the newest `last`; without both, all."""
+    """Multiples of `interval` stay, and the newest `last` (default: 1); without both, all."""
 
     interval: int | None = None
     last: int | None = None

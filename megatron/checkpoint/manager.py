@@ -14,7 +14,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ from megatron.checkpoint.background import Background
 from megatron.checkpoint.commit import Attempt, Policy, retire
 from megatron.checkpoint.files import GB, GIB
 from megatron.checkpoint.index import read_manifest
-from megatron.checkpoint.manifest import ALIGN, iteration_folder, list_iterations
+from megatron.checkpoint.manifest import ALIGN, CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.writer import (
     BoxTensor,
@@ -41,6 +41,7 @@ from megatron.checkpoint.writer import (
 )
 from megatron.config.errors import UserError
 from megatron.config.input_files import JsonObject
+from megatron.distributed.peers import idle
 
 if TYPE_CHECKING:
     from megatron.checkpoint.desync import DesyncCheck
@@ -74,10 +75,10 @@ class Staging:
         self.stream = None
         self.copied = None
         if device.type == "cuda":
-            code = torch.cuda.cudart().cudaHostRegister(
-                self.memory.data_ptr(), self.memory.numel(), 0
-            )
-            assert int(code) == 0, f"cudaHostRegister: {code}"
+            cudart = torch.cuda.cudart()
+            code = cudart.cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
+            if int(code):
+                raise RuntimeError(f"cudaHostRegister: error {int(code)}")
             self.stream = torch.cuda.Stream(device)
 
     def fill(self, file: Iterable[Tensor]) -> None:
@@ -118,6 +119,14 @@ class Staging:
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
+    def close(self) -> None:
+        """Unpin the memory: other memory may get its address."""
+        if self.stream is not None:
+            stream, self.stream = self.stream, None
+            with suppress(RuntimeError):  # the device may be what has failed
+                stream.synchronize()
+                torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+
 
 @dataclass
 class CheckpointManager:
@@ -156,9 +165,20 @@ class CheckpointManager:
         self.staging: Staging | None = None
         if self.memory is not None:
             self.background = Background()
-            self.ranks.gather_or_raise(self.background.start)
-            if self.local_checkpoints is None:
+            self.ranks.gather_or_raise(self._start)
+
+    def _start(self) -> None:
+        """Make the memory that the writer process reads, and start it. Raises CheckpointError."""
+        if self.local_checkpoints is None:
+            try:
                 self.staging = Staging(self.background, self.memory, self.ranks.device)
+            except (OSError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"--async-save: {self.memory / GIB:.3g} GiB of host memory for a copy of this "
+                    f"rank's shard cannot be reserved: {error}; set --async-save-host-memory, or "
+                    "remove --async-save"
+                ) from error
+        self.background.start()
 
     def save(
         self,
@@ -283,6 +303,10 @@ class CheckpointManager:
         for it.
         """
         if self.pending is not None and sums[self.phase] == self.ranks.world.size:
+            if self.ranks.device.type == "cuda" and self.ranks.world.size > 1:
+                # The exchange would wait for the passes that are queued, which is no stall.
+                with idle():
+                    torch.cuda.current_stream().synchronize()
             self._next_phase()
 
     def finalize(self) -> bool:
@@ -300,6 +324,8 @@ class CheckpointManager:
         """Kill the writer process, if there is one, and abandon the save in progress."""
         if self.background is not None:
             self.background.close()
+        if self.staging is not None:
+            self.staging.close()
         saving, self.pending = self.pending, None
         if saving is not None:
             saving.close()
@@ -339,7 +365,11 @@ class CheckpointManager:
         if not self.ranks.first:
             return
         folder = self.root / iteration_folder(self.iteration)
-        size = sum(shard["bytes"] for shard in read_manifest(folder)["shards"])
+        try:
+            size = sum(shard["bytes"] for shard in read_manifest(folder)["shards"])
+        except CheckpointError as error:
+            logger.warning(f"iteration {self.iteration} was saved, but cannot be read: {error}")
+            return
         seconds = time.perf_counter() - self.began
         logger.info(
             f" saved checkpoint {folder}: {size / GB:.2f} GB in {seconds:.1f} s, "

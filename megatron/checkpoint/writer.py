@@ -92,10 +92,12 @@ def try_folder(root: str | Path, ranks: Ranks = SINGLE_RANK) -> None:
 
 def shard_parts(pairs: Pairs) -> list[Pairs]:
     """What this rank owns, for the shards that it writes at a time: one for each of its cores, but
-    none of less than MIN_SHARD_BYTES bytes.
+    none of less than MIN_SHARD_BYTES bytes; a single one where files hold part of it.
     """
-    most = min(MAX_SHARDS, torch.get_num_threads(), shard_bytes(pairs) // MIN_SHARD_BYTES)
-    count = max(1, most)
+    # Tensors in files (--optimizer-nvme-offload) pass through one ring of buffers, in order.
+    in_files = any(not isinstance(tensor, Tensor) for _, tensor in pairs)
+    threads = 1 if in_files else torch.get_num_threads()
+    count = max(1, min(MAX_SHARDS, threads, shard_bytes(pairs) // MIN_SHARD_BYTES))
     parts = (
         own_part(pairs, lambda box: Holder(part, count), balanced=True) for part in range(count)
     )

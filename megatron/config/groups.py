@@ -391,7 +391,7 @@ class CheckpointConfig:
     save_rate_limit: float | None = flag(bound=RATE, idle_without="async_save")
     """Most MB/s that each rank's background save sends to --save."""
     save_retain_interval: int | None = save_flag()
-    """Keep checkpoints at multiples of this, and the last --save-keep-last of the others."""
+    """Keep checkpoints at multiples of this, and the newest --save-keep-last."""
     save_keep_last: int | None = save_flag()
     """Newest checkpoints to keep. Default: all; 1 with --save-retain-interval."""
     verify_integrity: bool = flag(False, needs="save")

@@ -471,7 +471,7 @@ def _cannot_be_made(folder: Path) -> str:
 def _load(run: RunView) -> Faults:
     if foreign := foreign_checkpoint(run.load):
         yield f"@load: {foreign}"
-    is_own = run.save is not None and os.path.abspath(run.load) == os.path.abspath(run.save)
+    is_own = run.save is not None and os.path.realpath(run.load) == os.path.realpath(run.save)
     if not os.path.isdir(run.load) and (not is_own or run.exit_on_missing_checkpoint):
         text = "for a first start give the same folder as --save, or drop --load"
         yield f"@load: no such folder; {text}"

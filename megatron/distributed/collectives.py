@@ -491,7 +491,7 @@ def _all_gather_few(data: bytes, size: int, axis: Axis, device: torch.device) ->
     rows = [torch.empty_like(own) for _ in axis.ranks]
     with _waiting("exchange of messages", axis):
         dist.all_gather(rows, own, group=axis.group)
-    return [row.numpy().tobytes() for row in torch.stack(rows).cpu()]
+        return [row.numpy().tobytes() for row in torch.stack(rows).cpu()]  # NCCL: waits here
 
 
 def broadcast_bytes(data: bytes, axis: Axis, device: torch.device) -> bytes:

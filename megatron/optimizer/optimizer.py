@@ -86,7 +86,7 @@ class Optimizer:
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def initialise(self) -> None:
-        """Fill the master weights from the seed and all-gather them."""
+        """Fill the master weights from the seed; `copy_masters_to_weights` comes next."""
 
         def fill(pairs: list[tuple[Box, Tensor]]) -> None:
             for box, master in pairs:
@@ -96,14 +96,13 @@ class Optimizer:
 
     def fill_weights(self, fill: Fill) -> None:
         """Give the master weights new values, as many boxes of `weight_boxes` at a time as are in
-        memory together, and all-gather them.
+        memory together; `copy_masters_to_weights` comes next.
         """
         self._fill((MASTER,), self.blocks, fill)
-        self.copy_masters_to_weights()
 
     def copy_masters_to_weights(self) -> None:
         """Round the master weights that are in memory into the weights the model computes with, on
-        every rank that does.
+        every rank that does. All ranks call it together.
         """
         for block in self.blocks:
             if block.rounded is not None and not block.in_files:

@@ -13,7 +13,7 @@ from megatron.checkpoint.commit import Policy, not_writable
 from megatron.checkpoint.desync import DesyncCheck
 from megatron.checkpoint.lease import Lease, take_lease
 from megatron.checkpoint.local.checkpoints import LocalCheckpoint, LocalCheckpoints
-from megatron.checkpoint.local.nodes import adopt_run_id
+from megatron.checkpoint.local.nodes import adopt_run_id, is_same
 from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
@@ -60,7 +60,7 @@ def locate_checkpoint(
         # A job that is requeued has the same command line each time: nothing to load is an error
         # only if it cannot be the first start.
         first_start = (
-            options.load == options.save
+            is_same(options.load, options.save)
             and options.ckpt_step is None
             and not options.exit_on_missing_checkpoint
         )

@@ -371,6 +371,7 @@ def _initialize_or_load(run: Run) -> None:
             f" loaded checkpoint {checkpoint.path} at iteration "
             f"{iteration}{continuity(checkpoint, run)}"
         )
+    run.optimizer.copy_masters_to_weights()  # a collective: only after no rank has failed
     run.timing.events.ready(iteration)
 
 

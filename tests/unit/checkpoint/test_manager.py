@@ -18,7 +18,7 @@ import torch
 from checkpoint_cases import flip, loads, pairs
 from logged import silently
 
-from megatron.checkpoint import files, manifest
+from megatron.checkpoint import files, manager, manifest
 from megatron.checkpoint.files import WriteProgress
 from megatron.checkpoint.local import checkpoints
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
@@ -27,6 +27,7 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
+from megatron.distributed.groups import Axis
 
 STATE = {"consumed_samples": 16}
 ROOT = Path(__file__).resolve().parents[3]
@@ -211,6 +212,70 @@ def test_training_waits_for_all_of_a_save_at_the_end(tmp_path, made):
     replicas = SimpleNamespace(check=lambda ranks: time.sleep(1.0))
     background.save(1, pairs(tensors()), STATE, replicas)
     assert background.finalize() and reports[0]["stall"] >= 1.0
+
+
+def test_a_manifest_that_cannot_be_read_back_ends_nothing(tmp_path, made, monkeypatch, log_lines):
+    """It is read for the log line alone."""
+    unreadable = mock.Mock(side_effect=CheckpointError("Input/output error"))
+    monkeypatch.setattr(manager, "read_manifest", unreadable)
+    each = made(tmp_path, None)
+    each.save(1, pairs(tensors()), STATE)
+    assert each.finalize()
+    line = "warning: iteration 1 was saved, but cannot be read: Input/output error"
+    assert log_lines == [line]
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+CUDA = torch.device("cuda")
+
+
+def test_passes_that_are_queued_are_no_stall(tmp_path, made, monkeypatch):
+    """The exchange of a phase would wait for them."""
+    queued: list[float] = []
+    real = Ranks.gather_or_raise
+
+    def drain() -> None:
+        while queued:
+            time.sleep(queued.pop())
+
+    def exchanged(ranks: Ranks, part) -> list:
+        drain()
+        return real(ranks, part)
+
+    monkeypatch.setattr(Ranks, "gather_or_raise", exchanged)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=drain))
+    background = made(tmp_path, enough(tensors()))
+    background.save(1, pairs(tensors()), STATE)
+    background.stall = 0.0
+    background.ranks = Ranks(Axis("world", 0, (0, 1)), CUDA)
+    while background.pending is not None:
+        queued[:] = [0.5]
+        background.advance([2 * done for done in background.ready()])
+    assert background.went_well and background.stall < 0.5
+
+
+def test_memory_is_pinned_until_the_manager_is_closed(tmp_path, made, monkeypatch):
+    pinned: list[int] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, *_: pinned.append(address) or 0,
+        cudaHostUnregister=pinned.remove,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
+    background = made(tmp_path, enough(tensors()), Ranks(device=CUDA))
+    assert pinned == [background.staging.memory.data_ptr()]
+    for _ in range(2):
+        background.close()
+    assert pinned == []
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_with_the_fix(tmp_path, monkeypatch):
+    refuses = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refuses)
+    message = "--async-save: 0.00391 GiB .* cudaHostRegister: error 2; set --async-save-host-memory"
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointManager(tmp_path, Ranks(device=CUDA), 1 << 22)
 
 
 # ---- lines about a save --------------------------------------------------------------------------

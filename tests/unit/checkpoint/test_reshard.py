@@ -276,13 +276,16 @@ def test_a_tensor_that_no_rank_owns_is_not_saved(tmp_path):
     assert shown.endswith("exit code 1") and open_checkpoint(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("layout", "more"), [("tp2", []), ("dp2zero1", ["--no-overlap-param-gather"])]
+)
 def test_damage_that_one_rank_reads_ends_all_with_one_error_or_all_take_the_older_one(
-    gloo_world, tmp_path
+    gloo_world, tmp_path, layout, more
 ):
     """The flipped bit is in data that rank 1 alone reads, long after all have opened the
-    checkpoint.
+    checkpoint. The other rank waits in no collective for it.
     """
-    arguments = flags("gqa-untied", "tp2")
+    arguments = flags("gqa-untied", layout, *more)
     gloo_world(2).run(start, (*arguments, *saving(tmp_path), "--ckpt-parallel-write", "owner"))
     shard = saved(tmp_path, 6) / "shard-00001.safetensors"
     flip(shard, -5)

@@ -60,6 +60,7 @@ def damage(root: Path, iteration: int) -> None:
         (Policy(last=3), (8, 9, 10)),
         (Policy(interval=4), (4, 8, 10)),
         (Policy(interval=4, last=2), (4, 8, 9, 10)),
+        (Policy(interval=5, last=2), (5, 9, 10)),
     ],
 )
 def test_what_stays(root, policy, kept):

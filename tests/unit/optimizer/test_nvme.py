@@ -19,6 +19,7 @@ from parity.layouts import BASE
 from parity.worker import run_case
 from unit.optimizer.test_offload import SMALL, same_checkpoints
 
+from megatron.checkpoint import writer
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.optimizer import nvme
 
@@ -177,6 +178,19 @@ def test_a_disk_that_fails_in_a_step_leaves_the_last_checkpoint(tmp_path, one_th
         run_case((*flags, "--save", str(save), "--load", str(save)))
         run_case((*flags, "--save", str(tmp_path / "never failed")))
     assert same_checkpoints(save, tmp_path / "never failed", 4)
+
+
+def test_a_save_reads_one_part_at_a_time(tmp_path, one_thread, monkeypatch):
+    """Of the one ring, also on a rank whose several cores would write several shards at a time."""
+    monkeypatch.setattr(nvme, "PART", SMALL)
+    monkeypatch.setattr(writer, "MIN_SHARD_BYTES", 1000)
+    disk, flags = tmp_path / "disk", (*FLAGS, "--train-iters", "2")
+    disk.mkdir()
+    with mock.patch.object(torch, "get_num_threads", lambda: 4), slow_disk(random.Random(0)):
+        in_files = "--optimizer-nvme-offload", str(disk), "--save", str(tmp_path / "files")
+        run_case((*flags, *in_files))
+    run_case((*flags, "--save", str(tmp_path / "memory")))
+    assert same_checkpoints(tmp_path / "files", tmp_path / "memory", 2)
 
 
 def test_what_was_lost_is_not_read_again(tmp_path):

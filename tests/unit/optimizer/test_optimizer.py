@@ -36,6 +36,7 @@ def build(dtype=torch.float32, model=MODEL, **optimizer):
     gpt = GPTModel(model, vocab_size=50, padded_vocab=64, dtype=dtype, seed=1)
     opt = Optimizer(build_blocks(gpt, torch.device("cpu")), config)
     opt.initialise()
+    opt.copy_masters_to_weights()
     return gpt, opt
 
 

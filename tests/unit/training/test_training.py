@@ -334,6 +334,13 @@ def test_missing_checkpoint_is_refused(tmp_path, capsys):
     assert start(f"--load {tmp_path} --save {tmp_path} --exit-on-missing-checkpoint") == 2
 
 
+@pytest.mark.parametrize("load", ["run/", "link/run"])
+def test_a_first_start_may_name_its_folder_in_two_ways(tmp_path, load):
+    (tmp_path / "link").symlink_to(tmp_path)
+    folders = f"--save {tmp_path}/run --load {tmp_path}/{load}"
+    assert start(f"{folders} --train-iters 4 --eval-iters 0") == 0
+
+
 def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
     """A full disk at iteration 4: the run continues, saves later, and logs it; when the last save
     fails the exit code is 1.
