@@ -8,8 +8,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
 # 1. The model as a folder that transformers loads.
-[ -f "$out/model/config.json" ] ||
-    python "$root/tools/convert_checkpoint.py" --load "$load" --to-huggingface "$out/model"
+rm -rf "$out/model"  # it may be another checkpoint's
+python "$root/tools/convert_checkpoint.py" --load "$load" --to-huggingface "$out/model"
 
 # 2. A task: the log-likelihood of each document.
 mkdir -p "$out/tasks"

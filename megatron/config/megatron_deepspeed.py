@@ -47,7 +47,8 @@ def read_together(reading: Reading) -> None:
     lengths = [name for name in given if name in LENGTHS]
     if lengths:
         together.take_lengths(lengths)
-    is_deepspeed = any(key(flag) == "--deepspeed" for flag, _, _ in reading.foreign)
+    named = {key(flag) for flag, _, _ in reading.foreign} | set(reading.commands)
+    is_deepspeed = not named.isdisjoint(("--deepspeed", "--deepspeed-config"))
     is_ours = any(name.startswith("moe_") for name in reading.set_by)
     others = [name for name in given if name not in LENGTHS]
     if others and not together.has_experts:

@@ -56,9 +56,9 @@ SECTIONS = {
 
 def wandb_name(name: str) -> str:
     """`section/name`, as wandb groups charts; axes, and names with a section (norms of layers), are
-    unchanged.
+    unchanged. A source's name may be a path.
     """
-    if name in AXES or "/" in name:
+    if name in AXES or "/" in name and not name.startswith(SECTIONS["validation"]):
         return AXES.get(name, name)
     rest = "speed" if is_measured(name) else "train"
     found = (section for section, begins in SECTIONS.items() if name.startswith(begins))

@@ -52,7 +52,8 @@ FUSED = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.linear_qkv\.(weight
 
 def is_megatron(names: set[str]) -> bool:
     """Whether these are names of Megatron-DeepSpeed."""
-    return any("query_key_value" in name for name in names)
+    # GPT-NeoX of Hugging Face has attention.query_key_value, too
+    return any("self_attention.query_key_value" in name for name in names)
 
 
 def _core_names(names: set[str]) -> dict[str, str]:

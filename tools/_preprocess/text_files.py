@@ -334,7 +334,7 @@ def _parquet_chunks(file: BinaryIO, size: int, keys: Sequence[str]) -> Iterator[
         total, rows, position = os.fstat(file.fileno()).st_size, table.metadata.num_rows, 0
         first = 0
         for batch in table.iter_batches(batch_size=1024, columns=list(dict.fromkeys(keys))):
-            text = "".join(json.dumps(row, default=str) + "\n" for row in batch.to_pylist())
+            text = "".join(json.dumps(row, default=_text) + "\n" for row in batch.to_pylist())
             end, cost = position + len(text), total * batch.num_rows // max(rows, 1)
             yield TextChunk(file.name, position, end, cost, text.encode(), first)
             position, first = end, first + batch.num_rows
@@ -343,3 +343,8 @@ def _parquet_chunks(file: BinaryIO, size: int, keys: Sequence[str]) -> Iterator[
             f"{file.name}: cannot be read as parquet ({str(error).splitlines()[0]}): download or "
             "write it again"
         ) from None
+
+
+def _text(value: Any) -> str | None:
+    """A value that is no JSON as text: UTF-8 of a column of bytes; nothing of other types."""
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else None

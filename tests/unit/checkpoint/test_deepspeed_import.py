@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import same_bits
+from megatron.tools._convert.megatron_deepspeed import is_megatron
 from megatron_names import LAYERS, PADDED, VOCAB, megatron_names, tp_part
 from test_convert_ranks import convert
 from test_huggingface import CASES, build, exported
@@ -214,6 +215,11 @@ def test_what_the_folder_of_megatron_deepspeed_does_not_say(tmp_path):
 
 
 # ---- faults --------------------------------------------------------------------------------------
+
+
+def test_gpt_neox_of_hugging_face_is_not_megatron_deepspeed():
+    assert not is_megatron({"gpt_neox.layers.0.attention.query_key_value.weight"})
+    assert is_megatron({"2.self_attention.query_key_value.weight"})
 
 
 def change(path: Path, **values: object) -> None:

@@ -70,6 +70,12 @@ EXPERTS = """
 """
 
 
+def test_a_deepspeed_file_alone_selects_its_defaults(tmp_path):
+    (tmp_path / "ds.json").write_text("{}")
+    given = parsed(f"--num-experts 4 --deepspeed_config {tmp_path}/ds.json").config
+    assert given.model.moe_router_topk == 1
+
+
 @pytest.mark.parametrize("flags, wanted", rows(EXPERTS))
 def test_experts(flags, wanted):
     given = parsed(f"--num-experts 4 {flags}").config

@@ -341,6 +341,10 @@ def test_parquet(tmp_path):
     path = tmp_path / "a"
     parquet.write_table(table(RECORDS), path, row_group_size=70)
     assert bytes_of(tmp_path, path, "--workers", 2) == expected
+    # a column of bytes, as of programs that do not mark text
+    raw = [record | {"text": record["text"].encode()} for record in RECORDS]
+    parquet.write_table(table(raw), path)
+    assert bytes_of(tmp_path, path) == expected
     with pytest.raises(UserError, match="has no column 'body', but 'text', 'id': name the right"):
         run(path, tmp_path / "y", "--json-keys", "body")
     parquet.write_table(table([*RECORDS, {"text": None}]), path)

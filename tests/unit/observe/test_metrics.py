@@ -102,6 +102,7 @@ def test_sections_of_wandb():
         ("grad-norm", "health/grad-norm"),
         ("grad-norm/layers.3", "grad-norm/layers.3"),
         ("params-norm/embedding", "params-norm/embedding"),
+        ("lm loss validation de/web", "validation/lm loss validation de/web"),
     ]
     assert [(name, wandb_name(name)) for name, _ in found] == found
     assert len({wandb_name(name) for name in METRICS}) == len(METRICS)
