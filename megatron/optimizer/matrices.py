@@ -113,12 +113,11 @@ class MatrixOptimizer(Optimizer):
             momentum.mul_(rule.momentum).add_(gradient.to(self.wide) * at.coefficient)
             if holders(box, self.groups).rank == 0:
                 whole[_range(part)] = momentum.reshape(part.extent)
-        # 2. Over the ranks that share the block, then over tensor-parallel ranks, unless each has
-        # all.
+        # 2. Over the ranks that share the block, then over those that share the matrix or hold
+        # copies of it.
         if block.zero_stage > 0:
             all_reduce(whole, block.groups.shard)
-        if box.replicated != "tp":
-            all_reduce(whole, self.groups.tp)
+        all_reduce(whole, self.groups.etp if box.group == "expert" else self.groups.tp)
 
         # 3. Every rank computes the direction of the whole matrix, and takes its parts of it.
         direction = rule.direction(whole)

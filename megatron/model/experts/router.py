@@ -272,7 +272,8 @@ class Router(nn.Module):
         """After a step: `counts` [E] tokens of each expert in the whole batch (float64), `taken` 1
         where the step was, and 0 where it was skipped.
         """
-        if self.expert_bias is not None:
+        # of a frozen router nothing moves that its choice depends on
+        if self.expert_bias is not None and self.weight.requires_grad:
             # sign(mean - c): an expert with fewer tokens than the mean becomes more likely
             steps = (
                 (counts.mean() - counts).sign() * taken * self.config.moe_router_bias_update_rate

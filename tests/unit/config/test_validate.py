@@ -247,6 +247,9 @@ multiple of it; the nearest that fits is 3
     no linear layer has 129 inputs and outputs, the widest has 64 of the fewer
 --fp8-recipe rowwise
     --fp8-recipe rowwise: has no effect without --fp8-format
+--fp8-format hybrid --fp8-min-width 64 --tiled-mlp 2
+    --tiled-mlp 2: a piece holds other tokens in each layout, and has its own scale with \
+    --fp8-recipe tensorwise; set --fp8-recipe rowwise or blockwise
 2 --fp8-format e4m3 --fp8-min-width 64 --fp8-recipe blockwise --no-fp8-wgrad --hidden-size 256 \
 --ffn-hidden-size 384 --tensor-model-parallel-size 2
     mlp.fc1 has 192 outputs on each tensor-parallel rank
@@ -555,7 +558,7 @@ def test_what_is_not_given_follows(ranks, flags, wanted):
         (1, ""),
         (4, "--num-layers 8 @pp 2 --context-parallel-size 2"),
         (2, "@experts --tensor-model-parallel-size 2 --sequence-parallel"),
-        (1, "--fp8-format hybrid --fp8-min-width 64 --tiled-mlp 2"),
+        (1, "--fp8-format hybrid --fp8-recipe rowwise --fp8-min-width 64 --tiled-mlp 2"),
     ],
 )
 def test_rules_survive_any_single_odd_value(ranks, flags):

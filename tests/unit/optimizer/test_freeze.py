@@ -86,6 +86,19 @@ WIDE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 3
 --lr-warmup-iters 0""".split()
 
 
+def test_the_bias_of_a_frozen_router_stays(tmp_path):
+    """Which experts a token of a frozen layer goes to does not change."""
+    own = """--train-iters 2 --save-interval 1 --num-experts 4 --disable-bias-linear
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-router-bias-update-rate 0.01 --freeze layers.1"""
+    with one_thread():
+        run_case((*BASE, *WIDE, *own.split(), "--save", str(tmp_path)))
+    with open_checkpoint(tmp_path, 1) as first, open_checkpoint(tmp_path, 2) as last:
+        for layer in range(4):
+            name = f"layers.{layer}.mlp.router.expert_bias"
+            assert torch.equal(first[name], last[name]) == (layer == 1)
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.default("3")
 def test_live_bytes_are_those_of_the_formula(gloo_world, stage):

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from parity.compare import fp64
-from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row
+from parity.layouts import BASE, FEATURES, KEY_BIAS, NO_DROPOUT, Row
 from parity.worker import Outcome, Piece, one_thread, run_case
 from torch import Tensor
 
@@ -89,6 +89,19 @@ def test_every_layout_updates_as_one_process(gloo_world, alone, layout):
     """
     words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2
     flags = (*FLAGS, *GROUPED.split(), "--decoupled-lr", "3e-2", "--num-layers", str(layers))
+    outcomes = gloo_world(words.ranks).run(run, (*flags, *words.flags))
+    assert fp64(alone(flags), outcomes, zero=KEY_BIAS) == []
+
+
+@pytest.mark.parametrize(
+    "case, layout", [("mla", "tp2 sp"), ("moe", "tp2 sp"), ("moe", "tp2 sp dp2 ep2 zero1")]
+)
+def test_matrices_with_copies_and_those_of_experts(gloo_world, alone, case, layout):
+    """Down-projections and routers are whole on every tensor-parallel rank; experts are shared by
+    other ranks than the rest.
+    """
+    words = Row(layout, "gpt").words
+    flags = (*FLAGS, *FEATURES[case].flags.split())
     outcomes = gloo_world(words.ranks).run(run, (*flags, *words.flags))
     assert fp64(alone(flags), outcomes, zero=KEY_BIAS) == []
 
