@@ -216,7 +216,7 @@ def run(who: str, work: TrainedWork, flags: list[str], tokens: Path, places: dic
         python = str(places["peers"] / side.environment / "bin" / "python")
     command = [python, str(script), *arguments]
     lines, facts = training.watched(command, work.threads, **environ)
-    answers = training.answers(lines)
+    answers = training.answers(line for line, _ in lines)
     if facts["exit_code"] or (side.script is not None and not answers):
         raise training.failed(command, lines, facts["exit_code"])
     if side.script is None:

@@ -42,7 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -358,11 +358,10 @@ def failed(command: list[str], lines: list[tuple[str, float]], exit_code: int) -
     return RuntimeError(f"{' '.join(command)}\nended with {exit_code}:\n{last}")
 
 
-def answers(lines: list[tuple[str, float]]) -> list[dict]:
+def answers(lines: Iterable[str]) -> list[dict]:
     """What a peer reported."""
-    return [
-        json.loads(line.removeprefix("RESULT ")) for line, _ in lines if line.startswith("RESULT ")
-    ]
+    found = (line for line in lines if line.startswith("RESULT "))
+    return [json.loads(line.removeprefix("RESULT ")) for line in found]
 
 
 def run(who: str, work: Work, peers: Path, start: Path) -> dict:
@@ -375,7 +374,7 @@ def run(who: str, work: Work, peers: Path, start: Path) -> dict:
         metrics.unlink(missing_ok=True)
         command += ["--metrics-file", str(metrics)]
     lines, facts = watched(command, work.threads)
-    results = answers(lines)
+    results = answers(line for line, _ in lines)
     # DeepSpeed's threads sometimes abort at exit, after the answer
     if facts["exit_code"] and not results:
         raise failed(command, lines, facts["exit_code"])
@@ -455,48 +454,64 @@ def rounds(
 def turns(
     name: str, work: Work, peers: list[str], folder: Path, start: Path, rule: Rule, runs: list[dict]
 ) -> Iterator[int]:
-    """The same on a CPU, where all programs live at a time and take their steps in turns."""
-    steps = max(1, TURN_STEPS // work.accumulation)
+    """The same on a CPU, where all programs run together and take their steps in turns."""
     # a clock begins after the first step
-    count = 1 + work.warmup + TURNS * steps
+    count = 1 + work.warmup + TURNS * turn_steps(work)
     work = replace(work, steps=-(-count // work.warmup) * work.warmup)
     order = ["ours", *(peer for peer in peers if PEERS[peer].takes(work))]
     write_start(start, work, our_flags(work))
+    commands = {who: command_of(who, work, folder, start, in_turns=True) for who in order}
     for first in range(0, 3 * rule.pairs, TURNS):
-        groups: dict[str, Group] = {}
-        try:
-            for who in order:
-                command = command_of(who, work, folder, start, in_turns=True)
-                groups[who] = Group(
-                    who, command, work.processes, work.threads, **{STEPS_IN_TURNS: "1"}
-                )
-            losses = {who: one_turn(groups[who], work, work.warmup)[1] for who in order}
-            wait_until_quiet(rule.quiet)
-            for index in range(first, first + TURNS):
-                turn = index % len(order)
-                for who in order[turn:] + order[:turn]:
-                    speeds, more = one_turn(groups[who], work, steps)
-                    losses[who] += more
-                    runs.append({"setting": name, "round": index, "who": who, **speeds})
-                    yield index
-            for who in order[1:]:  # peers report their losses at their end
-                (answer,) = answers([(line, 0.0) for line in groups[who].rest()])
-                losses[who] = answer["losses"][: len(losses["ours"])]
-            for run in runs[-len(order) :]:
-                run["losses"] = losses[run["who"]]
-        finally:
-            for group in groups.values():
-                group.end()
-        yield index
+        for index, run in turns_of_a_start(commands, work, first, rule):
+            runs.append({"setting": name, "round": index, **run})
+            yield index
         for peer in order[1:]:
             ratios = [ours / theirs for ours, theirs in rule.counted(runs, name, peer)]
-            print(
-                f"{name}, {peer}: {len(ratios)} pairs, median ratio "
-                f"{statistics.median(ratios or [math.nan]):.3f}",
-                flush=True,
-            )
+            median = statistics.median(ratios or [math.nan])
+            print(f"{name}, {peer}: {len(ratios)} pairs, median ratio {median:.3f}", flush=True)
         if rule.has_enough(runs, name, order[1:]):
             return
+
+
+def turn_steps(work: Work) -> int:
+    return max(1, TURN_STEPS // work.accumulation)
+
+
+def turns_of_a_start(
+    commands: dict[str, list[str]], work: Work, first: int, rule: Rule
+) -> Iterator[tuple[int, dict]]:
+    """Start all programs and give each TURNS turns, in rounds from `first` on: (round, run). The
+    runs of the last round come at the end, with the losses of all steps.
+    """
+    order, rounds = [*commands], range(first, first + TURNS)
+    groups: dict[str, Group] = {}
+    last: dict[str, dict] = {}
+    try:
+        for who, command in commands.items():
+            environ = {STEPS_IN_TURNS: "1"}
+            groups[who] = Group(who, command, work.processes, work.threads, **environ)
+
+        # 1. The warm-up, then the turns: another program begins each round.
+        losses = {who: one_turn(groups[who], work, work.warmup)[1] for who in order}
+        wait_until_quiet(rule.quiet)
+        for index in rounds:
+            turn = index % len(order)
+            for who in order[turn:] + order[:turn]:
+                speeds, more = one_turn(groups[who], work, turn_steps(work))
+                losses[who] += more
+                last[who] = {"who": who, **speeds, "losses": []}
+                if index != rounds[-1]:
+                    yield index, last[who]
+
+        # 2. Peers report their losses when they end.
+        for who in order[1:]:
+            (answer,) = answers(groups[who].rest())
+            losses[who] = answer["losses"][: len(losses["ours"])]
+    finally:
+        for group in groups.values():
+            group.end()
+    for who, run in last.items():
+        yield rounds[-1], run | {"losses": losses[who]}
 
 
 def one_turn(group: Group, work: Work, steps: int) -> tuple[dict, list[float]]:
@@ -506,12 +521,12 @@ def one_turn(group: Group, work: Work, steps: int) -> tuple[dict, list[float]]:
     busy = busy_seconds()
     ranks = group.turn(f"time {steps}")
     seconds, cpu = max(rank["seconds"] for rank in ranks), sum(rank["cpu"] for rank in ranks)
-    return {
+    speeds = {
         "tokens_per_second": steps * work.step_tokens / seconds,
         "tokens_per_cpu_second": steps * work.step_tokens / cpu,
         "others_cores": round(max(0.0, (busy_seconds() - busy - cpu) / seconds), 3),
-        "losses": [],
-    }, ranks[0]["losses"]
+    }
+    return speeds, ranks[0]["losses"]
 
 
 def last_loss(run: dict, work: Work) -> float | None:
@@ -707,7 +722,7 @@ def shared_memory() -> Path | None:
 
 def measure(args: argparse.Namespace) -> None:
     """Run all pairs, keep every run in --out, and print the table."""
-    pairs = args.pairs or (7 if args.window else 21)
+    pairs = args.pairs or (ratio_rule.PAIRS if args.window else 3 * TURNS)
     if args.cpu_time:
         threads, rule = 1, Rule(pairs, math.inf, "tokens_per_cpu_second")
     else:

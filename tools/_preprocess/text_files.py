@@ -346,5 +346,5 @@ def _parquet_chunks(file: BinaryIO, size: int, keys: Sequence[str]) -> Iterator[
 
 
 def _text(value: Any) -> str | None:
-    """A value that is no JSON as text: UTF-8 of a column of bytes; nothing of other types."""
+    """The text of a value that JSON lacks: bytes are UTF-8; of any other type there is none."""
     return value.decode(errors="surrogateescape") if isinstance(value, bytes) else None
