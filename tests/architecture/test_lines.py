@@ -13,7 +13,7 @@ LINES = {
     "megatron/config": 4733,
     "megatron/data": 1421,
     "megatron/distributed": 2314,
-    "megatron/model": 6089,
+    "megatron/model": 6088,
     "megatron/observe": 1163,
     "megatron/optimizer": 1493,
     "megatron/parallel": 3127,

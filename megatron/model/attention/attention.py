@@ -7,7 +7,6 @@ s query length, t key length, b batch, n query heads, g key/value heads, d head 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -147,9 +146,9 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale:
     simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
     seen = None if simple else mask.dense(q.shape[2], k.shape[2], q.device)  # [b or 1, 1, s, t]
     if not q.is_cuda and q.element_size() == 2:
-        # the backward pass of torch's CPU kernel takes three times as long in bf16
-        wide = partial(Tensor.to, dtype=torch.float32, memory_format=torch.contiguous_format)
-        q, k, v = map(wide, (q, k, v))
+        # the backward pass of torch's CPU kernel takes three times as long in bf16, and longer
+        # where positions are not contiguous
+        q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
     elif (
         q.is_cuda
         and (seen is not None or q.element_size() > 2)
