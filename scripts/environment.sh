@@ -71,19 +71,29 @@ find_python() {
 }
 
 # install_pins PYTHON [TORCH]: installs the pins, each file of which must have a digest that is listed there. torch comes after them, by version:
-# its builds (CPU, CUDA, a site's own) are other files, and pip takes the one that its indexes offer here. With TORCH, a torch that is there
-# already, neither torch nor Triton is installed.
+# its builds (CPU, CUDA, a site's own) are other files, and pip takes the one that its indexes offer here. PyPI's CUDA build requires one version of
+# Triton; where that is not the pinned one, pip takes the CPU build from PyTorch's index. With TORCH, a torch that is there already, neither torch nor
+# Triton is installed.
 install_pins() {
     local hashed="$venv/hashed.txt" versions="$venv/versions.txt"
     awk -v left="^(torch${2:+|triton})==" '/^[^ #]/ { drop = $0 ~ left } !drop' "$pins" >"$hashed"
-    ! grep -q sha256 "$hashed" || run_pip "$1" --require-hashes -r "$hashed"
+    ! grep -q sha256 "$hashed" || run_pip "$1" --require-hashes -r "$hashed" || pip_failed
     if [ -z "${2:-}" ]; then
         grep -o '^[^ #]*==[^ ]*' "$pins" >"$versions"
-        run_pip "$1" -r "$versions"
+        run_pip "$1" -r "$versions" || run_pip "$1" --extra-index-url https://download.pytorch.org/whl/cpu -r "$versions" || pip_failed
     fi
 }
 
-# run_pip PYTHON FLAG... FILE: pip install, with its progress through the packages of FILE.
+pip_failed() {
+    fail "$(tail -n 15 "$venv/pip.log")" \
+        "pip could not install ${pins#"$root/"} (whole log: $venv/pip.log)." \
+        "Without a network: put the wheels into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=that-folder. Behind a mirror: set PIP_INDEX_URL," \
+        "and PIP_EXTRA_INDEX_URL to a mirror of https://download.pytorch.org/whl/cpu." \
+        "Where a mirror serves other files than those of requirements/pinned.txt, pip refuses them: use one that serves the original files." \
+        "Then run this again; it continues from here."
+}
+
+# run_pip PYTHON FLAG... FILE: pip install, with its progress through the packages of FILE; returns pip's exit code.
 run_pip() {
     local log="$venv/pip.log" total collected installed start=$SECONDS state pid status=0
     total=$(grep -c '==' "${!#}")
@@ -107,11 +117,7 @@ run_pip() {
     wait $pid || status=$?
     trap - INT TERM
     [ -t 1 ] && printf '\n'
-    [ $status -eq 0 ] || fail "$(tail -n 15 "$log")" \
-        "pip could not install ${pins#"$root/"} (whole log: $log)." \
-        "Without a network: put the wheels into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=that-folder. Behind a mirror: set PIP_INDEX_URL." \
-        "Where a mirror serves other files than those of requirements/pinned.txt, pip refuses them: use one that serves the original files." \
-        "Then run this again; it continues from here."
+    return $status
 }
 
 make_environment() {

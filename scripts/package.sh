@@ -17,7 +17,8 @@ ls "$root/dist"
 # 2. Nothing of the checkout is on the path of the fresh environment.
 python3 -m venv "$work/fresh"
 grep -o '^[^ #]*==[^ ]*' "$root/requirements/pinned.txt" >"$work/versions.txt"
-"$work/fresh/bin/pip" install --quiet --constraint "$work/versions.txt" "$root"/dist/*.whl
+install=("$work/fresh/bin/pip" install --quiet --constraint "$work/versions.txt" "$root"/dist/*.whl)
+"${install[@]}" || "${install[@]}" --extra-index-url https://download.pytorch.org/whl/cpu  # see install_pins in scripts/environment.sh
 PATH=$work/fresh/bin:$PATH
 cd "$work"
 
