@@ -206,6 +206,9 @@ def _study(content: dict[str, Any]) -> StudyPlan:
     rows = tuple(_rows(content, launcher, [iterations, environment]))
     if all(row.refusal for row in rows):
         raise UserError(f"the program refuses every row; row {rows[0].name}: {rows[0].refusal}")
+    per_node = _number(content, "ranks-per-node", 8, 1, whole=True)
+    if launcher == "sbatch":
+        _check_nodes(rows, per_node)
     return StudyPlan(
         name=_study_name(content),
         rows=rows,
@@ -217,9 +220,19 @@ def _study(content: dict[str, Any]) -> StudyPlan:
         hardware=_hardware(content.get("hardware"), launcher),
         environment={key: _word(value) for key, value in environment.items()},
         sbatch=_words(content, "sbatch"),
-        ranks_per_node=_number(content, "ranks-per-node", 8, 1, whole=True),
+        ranks_per_node=per_node,
         at_once=_number(content, "at-once", 1, 1, whole=True) if launcher == "sbatch" else 1,
     )
+
+
+def _check_nodes(rows: tuple[StudyRow, ...], per_node: int) -> None:
+    """Raises UserError where the ranks of a row do not fill its nodes: sbatch would start more."""
+    for row in rows:
+        if row.world_size > per_node and row.world_size % per_node:
+            raise UserError(
+                f"row {row.name}: world-size {row.world_size}: must be a multiple of "
+                f"ranks-per-node, which is {per_node}"
+            )
 
 
 def _study_name(content: dict[str, Any]) -> str:

@@ -224,7 +224,7 @@ class SlurmLauncher:
         return [
             *("env", *(f"{name}={value}" for name, value in settings.items())),
             *("sbatch", "--parsable", "--no-requeue", f"--job-name={self._name(run)}"),
-            f"--nodes={math.ceil(run.row.world_size / per_node)}",
+            f"--nodes={run.row.world_size // per_node}",
             *(f"--ntasks-per-node={per_node}", f"--gpus-per-node={per_node}"),
             *(f"--time={math.ceil(self.plan.timeout)}", "--signal=B:USR1@10"),
             *(f"--output={run.log}", *self.plan.sbatch),

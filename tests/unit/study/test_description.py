@@ -74,6 +74,10 @@ def test_a_row_that_the_program_refuses_stays_with_its_words(tmp_path):
         ("grid: {lr: 1}", "grid: lr: expected a list of values"),
         ("grid: {lr: [1, 2]}\nexclude: [{seed: 1}]", "exclude: seed: the grid has no such key"),
         ("rows: [{memory-limit: 1}]\nlauncher: sbatch", "acts with `launcher: local`"),
+        (
+            "rows: [{world-size: 12, global-batch-size: 12}]\nlauncher: sbatch",
+            "world-size 12: must be a multiple of ranks-per-node, which is 8",
+        ),
         ("rows: [{world-size: 3, tensor-model-parallel-size: 2}]", "the program refuses every row"),
         ("rows: [{}]\nrows: [{}]", "twice"),
     ],
