@@ -112,6 +112,15 @@ def test_the_tasks_of_the_sweep_are_different_runs(start, tmp_path):
     assert len(chosen) == 6
 
 
+def test_a_task_of_an_array_requeues_itself_alone(start):
+    """One task has the array's number, with which scontrol requeues all of them."""
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "5", "TRAINING_ENDS": "1"}
+    assert (start(**array).calls / "requeue").read_text() == "7_5\n"
+    named = {"PREFLIGHT": "1", "PREFLIGHT_EXCLUDE": "1"}
+    started = start(PREFLIGHT_SAYS="preflight: leave out n0", **named, **array)
+    assert (started.calls / "update").read_text() == "update JobId=7_5 ExcNodeList=n0\n"
+
+
 # ---- what is read from files and settings is never carried out -----------------------------------
 
 COMMAND = "$(touch {mark})"
@@ -168,6 +177,57 @@ def test_tokens_are_counted_in_the_sequences_of_the_flag_given_last(start):
     assert given[-2:] == ["--train-iters", "7"] and "--train-samples" not in given
 
 
+def values_of(flag: str, words: list[str]) -> list[str]:
+    """What follows each occurrence of a flag."""
+    return [value for name, value in zip(words, words[1:], strict=False) if name == flag]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--train-iters", "7"),
+        ("--train_iters", "7"),
+        ("--train-tokens", "100000"),
+        ("--train_samples=7",),
+    ],
+)
+def test_a_flag_of_the_length_replaces_the_default_in_every_spelling(start, flags):
+    given = start(*flags).training
+    assert given[-len(flags) :] == list(flags) and "--train-samples" not in given
+    refused = start(*flags, TOKENS="10240")
+    assert refused.code == 2 and f"TOKENS=10240 and {flags[0]} both give" in refused.log
+
+
+def test_the_folder_of_the_flags_is_the_jobs(start, tmp_path):
+    """Else the attempts are counted against a folder in which nothing is ever saved."""
+    saved = tmp_path / "saved"
+    (saved / "iter_0000003").mkdir(parents=True)
+    (saved / TRACKER).write_text("3")
+    for flags in (("--save", str(saved)), (f"--save={saved}",)):
+        started = start(*flags, MAX_ATTEMPTS="9")
+        assert "from iteration 3:" in started.log and (saved / "attempts").exists(), started.log
+        assert values_of("--load", started.training) == [str(saved)]
+        alone = start("--seq-length", "32", *flags, PRESET="", MAX_ATTEMPTS="9")
+        assert "from iteration 3:" in alone.log and "--load" not in alone.training
+    assert not (tmp_path / "run/attempts").exists()
+
+
+@pytest.mark.parametrize("flag", ["--data-path", "--train_data_path", "--data-args-path"])
+def test_data_behind_the_script_replace_computed_tokens(start, flag):
+    given = start(flag, "mine").training
+    assert "--mock-data" not in given and "--vocab-size" not in given
+    assert "--mock-data" in start("--data-cache-path", "mine").training
+
+
+@pytest.mark.parametrize("flags", [("--config", "7b.yaml"), ("--yaml_cfg=7b.yaml",)])
+def test_the_default_preset_does_not_override_a_file(start, flags):
+    refused = start(*flags)
+    assert refused.code == 2 and " 7b.yaml: " in refused.log and "set PRESET= " in refused.log
+    assert not refused.training
+    assert start(*flags, PRESET="gpt3-125m").code == 0
+    assert start(*flags, PRESET="", TOKENS="").training[-len(flags) :] == list(flags)
+
+
 def test_a_length_in_sequences_without_their_flag_is_refused(start):
     for flags, settings in (([], {}), (["--config", "run.yaml"], {"TOKENS": "10240"})):
         started = start(*flags, PRESET="", **settings)
@@ -193,13 +253,27 @@ def test_a_python_without_torch_is_not_requeued(start, tmp_path, python, message
     python = tmp_path / python
     started = start(PYTHON=str(python))
     assert started.code == 2 and not started.requeued and not started.training
-    assert message in started.log and f"PYTHON={python} cannot import torch on n0" in started.log
+    assert message in started.log and f"PYTHON={python} cannot be used on n0" in started.log
     assert "bash scripts/test.sh" in started.log and "] not requeued" in started.log, started.log
 
 
 def test_a_python_that_had_torch_before_the_requeue_is_a_fault_of_the_machine(start):
     started = start(PYTHON="/no/such/python", SLURM_RESTART_COUNT="1")
     assert started.code == 2 and started.requeued
+
+
+@pytest.mark.parametrize(("gpus", "sees", "trains"), [("a100:8", 0, 0), ("8", 1, 1), ("0", 0, 1)])
+def test_a_job_with_gpus_that_torch_does_not_see_is_no_run_on_cpus(
+    start, tmp_path, gpus, sees, trains
+):
+    (tmp_path / "torch.py").write_text(
+        f"__version__ = '2.13.0+cpu'\nclass cuda:\n    is_available = lambda: {bool(sees)}\n"
+    )
+    started = start(SLURM_GPUS_PER_NODE=gpus)
+    assert bool(started.training) == bool(trains), started.log
+    if not trains:
+        assert started.code == 2 and not started.requeued
+        assert "torch 2.13.0+cpu sees no GPU: " in started.log
 
 
 def test_the_environment_of_the_checkout_is_the_default(start, tmp_path):
@@ -210,9 +284,11 @@ def test_the_environment_of_the_checkout_is_the_default(start, tmp_path):
     shutil.copy(tmp_path / "python", python)
     started = start(cwd=checkout, PYTHON="-")
     assert started.code == 0 and f"Python {python}" in started.log, started.log
+    started = start(cwd=checkout, PYTHON="-", SRUN_FLAGS="--container-image=x.sqsh")
+    assert "PYTHON=python " in started.log, started.log
     shutil.rmtree(checkout / ".venv")
     started = start(cwd=checkout, PYTHON="-")  # the one of the PATH, if any
-    assert started.code == 2 and "PYTHON=python cannot import torch" in started.log
+    assert started.code == 2 and "PYTHON=python cannot be used" in started.log
 
 
 def test_a_setup_file_comes_before_all_settings(start, tmp_path):

@@ -160,7 +160,7 @@ def test_a_mistake_in_the_settings_is_not_tried_again(cluster, tmp_path):
     for job, message in (
         (wrong, "--num-attention-heads 5"),
         (unknown, "no preset gpt4: choose"),
-        (without, f"PYTHON={bare} cannot import torch on"),
+        (without, f"PYTHON={bare} cannot be used on"),
     ):
         job.ends("FAILED")
         assert message in job.log() and "] requeued" not in job.log()
