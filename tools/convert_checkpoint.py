@@ -83,6 +83,7 @@ from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.derive import derive  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig  # noqa: E402
+from megatron.config.metadata import flag_name  # noqa: E402
 from megatron.config.model import GATED  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
@@ -277,6 +278,10 @@ def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> F
 def _given_fields(config: str, vocab_size: int | None) -> dict[str, Any]:
     """The fields of ModelConfig that a file of flags gives."""
     given = derive(parse_arguments(["--config", config]).config, 1, vocab_size).config.model
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    missing = [flag_name(name) for name in sizes if getattr(given, name) is None]
+    if missing:
+        raise UserError(f"--config {config}: lacks the model's {', '.join(missing)}")
     return {
         field.name: getattr(given, field.name)
         for field in dataclasses.fields(given)

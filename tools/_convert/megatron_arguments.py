@@ -135,6 +135,11 @@ def argument_notes(args: Any) -> tuple[str, ...]:
             "computed with 8 whatever this flag was; compare the loss, and for such a model set "
             "8 in --config"
         )
+    if given.get("openai_gelu") and _activation(_Arguments(given)) == "gelu":
+        notes.append(
+            "note: --openai-gelu: core models of Megatron-LM ignore this flag and compute the "
+            "exact gelu; for a model that was trained with the tanh form set gelu-tanh in --config"
+        )
     if stretch not in (None, 1):
         notes.append(
             f"note: --rotary-seq-len-interpolation-factor {stretch}: core models of Megatron-LM up "
@@ -187,6 +192,8 @@ def _fields(arguments: _Arguments, faults: list[str]) -> dict[str, Any]:
     older = arguments.get("layernorm_epsilon", 1e-5)
     fields["norm_epsilon"] = arguments.get("norm_epsilon", older)
     fields["activation"] = _activation(arguments)
+    if fields.get("add_bias_linear", True):  # Megatron-LM then sets add_qkv_bias, too
+        fields.pop("add_qkv_bias", None)
     fields |= _window(arguments, faults)
     if fields.pop("multi_latent_attention", False):
         fields |= _latent(arguments, faults)
@@ -211,11 +218,13 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _activation(arguments: _Arguments) -> str:
-    """One name for Megatron-LM's switches; its fused kernel of gelu is the tanh form."""
+    """One name for Megatron-LM's switches; its fused kernel of gelu is the tanh form.
+    The core ignores --openai-gelu.
+    """
     gated = arguments.get("swiglu", False)
     squared = arguments.get("squared_relu", False)
     fused = arguments.get("bias_gelu_fusion", False) and arguments.get("add_bias_linear", True)
-    tanh = arguments.get("openai_gelu", False) or fused
+    tanh = arguments.get("gelu_tanh", False) or fused
     if gated:
         return "swiglu"
     return "squared-relu" if squared else "gelu-tanh" if tanh else "gelu"
@@ -274,18 +283,25 @@ def _latent(arguments: _Arguments, faults: list[str]) -> dict[str, Any]:
         faults.append("--multi-latent-attention with --position-embedding-type learned_absolute")
     if (skipped := arguments.get("no_rope_freq")) is not None:
         faults.append(f"--multi-latent-attention with {_shown('no_rope_freq', skipped)}")
+    share = arguments.get("rotary_percent", 1.0)
+    if rope_type == "rope" and share != 1:
+        faults.append(f"--multi-latent-attention with {_shown('rotary_percent', share)}")
     fields = arguments.take(*LATENT)
     ours = ModelConfig()
     width = sum(fields.get(name, getattr(ours, name)) for name in LATENT[2:4])
     fields |= {
         "multi_latent_attention": True,
+        "add_qkv_bias": False,
+        "group_query_attention": False,
+        "num_query_groups": arguments.get("num_attention_heads"),
         "kv_channels": width,
         "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
     }
     yarn = _yarn(arguments, faults, prefix="", original=4096)
     factor = yarn["rope_scaling_factor"]
     if rope_type == "yarn" and factor != 1:
-        return fields | yarn | {"rotary_percent": 1.0}
+        return fields | yarn
     if yarn_scale(factor, yarn["mscale_all_dim"]) != 1:
         faults.append(
             f"--rope-type rope with {_shown('rotary_scaling_factor', factor)} and "

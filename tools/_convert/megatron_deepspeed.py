@@ -100,6 +100,8 @@ def megatron_arguments(args: Any) -> Record:
     norm = state.get("normalization")
     norms: dict[Any, Any] = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", None: "LayerNorm"}
     state["normalization"] = norms.get(norm, norm)
+    # unlike the core, its MLP obeys the flag
+    state["gelu_tanh"] = state.pop("openai_gelu", False)
     if state.get("num_experts") in ([1], [0]):
         state["num_experts"] = None
     return namespace(state)

@@ -157,18 +157,18 @@ def map_tensors(
         except UserError as error:
             wrong.append(f"{name}: {error}")
     if unknown or wrong:
-        raise UserError("\n".join([*_without_counterpart(unknown), *wrong]))
+        lines = _first(wrong)
+        if unknown:
+            names = [f"  {name}" for name in unknown]
+            lines = ["tensors without a counterpart here:", *_first(names), *lines]
+        raise UserError("\n".join(lines))
     return pairs
 
 
-def _without_counterpart(names: list[str]) -> list[str]:
-    """Lines that list tensors which are not ours; none for none."""
-    if not names:
-        return []
-    lines = ["tensors without a counterpart here:", *(f"  {name}" for name in names[:40])]
-    if len(names) > 40:
-        lines.append(f"  and {len(names) - 40} more")
-    return lines
+def _first(lines: list[str]) -> list[str]:
+    """The first lines, and the number of those that are left out."""
+    more = [f"  and {len(lines) - 40} more"] if len(lines) > 40 else []
+    return [*lines[:40], *more]
 
 
 def _layers(

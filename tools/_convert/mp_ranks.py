@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from megatron.tools._convert.models import Part, Whole, whole_part
-from megatron.tools._convert.pickles import Record, read_torch_file
+from megatron.tools._convert.pickles import Record, read_torch_file, state_of
 from torch import Tensor
 
 from megatron.checkpoint.boxes import Dims, intersect
@@ -48,6 +48,10 @@ class MpRanks:
             ranks = f"{self.pp * self.tp} ranks (tp {self.tp}, pp {self.pp}) are numbered"
             raise CheckpointError(f"{folder}: has {len(found)} files mp_rank_*/{FILE}; {ranks}")
         self.files = {key: read_torch_file(path) for key, path in found.items()}
+        # Without pipeline stages a second number is that of experts.
+        args = state_of(self.files[0, 0].get("args"))
+        if args.get("expert_model_parallel_size") not in (None, 1):
+            raise CheckpointError(f"{folder}: ranks of experts have no counterpart here")
 
     @property
     def args(self) -> Record:

@@ -4,6 +4,8 @@ default, known to change nothing, or refused by name. Every value here differs f
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from checkpoint_cases import same_bits
@@ -23,9 +25,11 @@ from test_lost_fields import MODELS
 from test_megatron_import import save_alone
 
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.config.arguments import parse_arguments
 from megatron.config.compatibility import recorded_names
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
+from megatron.config.validate import cross_field_faults
 
 LEAST = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 6}
 
@@ -81,6 +85,12 @@ YARN = {
         ({"num_query_groups": 1}, {"num_query_groups": 6, "group_query_attention": False}),
         # activations
         ({"bias_gelu_fusion": True}, {"activation": "gelu-tanh"}),
+        ({"squared_relu": True}, {"activation": "squared-relu"}),
+        # the core ignores the flag
+        ({"openai_gelu": True, "bias_gelu_fusion": False}, {"activation": "gelu"}),
+        # biases of all linear layers, of which Megatron-LM keeps those of QKV by name, too
+        ({"add_bias_linear": True, "add_qkv_bias": True}, {"add_qkv_bias": False}),
+        ({"add_bias_linear": False, "add_qkv_bias": True}, {"add_qkv_bias": True}),
         # positions
         ({"use_rotary_position_embeddings": True}, ROPE),
         (
@@ -111,6 +121,7 @@ YARN = {
         ({**MLA, "rotary_scaling_factor": 40.0}, {**YARN, "mscale": 1.0, "mscale_all_dim": 0.0}),
         ({**MLA, "rotary_scaling_factor": 40.0, "rope_type": "rope"}, ROPE),
         ({**MLA, "use_rope_scaling": True}, {"use_rope_scaling": False}),  # ignored there
+        ({**MLA, "rotary_percent": 0.5}, {"rotary_percent": 1.0}),  # YaRN ignores it, too
         # windows and experts
         (
             {"window_size": (4, 0), "window_attn_skip_freq": [1, 0, 1]},
@@ -137,6 +148,15 @@ def test_arguments_become_fields(given, expected):
     assert {name: getattr(model, name) for name in expected} == expected
 
 
+def test_latent_attention_with_biases_can_be_trained(tmp_path):
+    """What Megatron-LM keeps of it holds for common attention alone."""
+    kept = {"add_qkv_bias": True, "group_query_attention": True, "v_head_dim": 16}
+    (tmp_path / "model.json").write_text(json.dumps({"model": fields(**MLA, **kept)}))
+    line = "--seq-length 32 --micro-batch-size 1 --lr 1 --train-iters 1 --mock-data --vocab-size 9"
+    config = parse_arguments(["--config", str(tmp_path / "model.json"), *line.split()]).config
+    assert cross_field_faults(config, 1, 10) == []
+
+
 @pytest.mark.parametrize(
     "given, text",
     [
@@ -145,6 +165,7 @@ def test_arguments_become_fields(given, expected):
             {**MLA, "rope_type": "rope", "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0},
             "--rope-type rope with --rotary-scaling-factor 40.0 and --mscale-all-dim 1.0",
         ),
+        ({**MLA, "rope_type": "rope", "rotary_percent": 0.5}, "--rotary-percent 0.5"),
         (
             {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7},
             "--mscale 0.7",
@@ -171,7 +192,7 @@ def test_what_changes_the_forward_pass_is_harmless_at_its_default_only():
 def test_arguments_of_training_change_nothing():
     """All other flags that Megatron-LM and Megatron-DeepSpeed have had, with any value."""
     mapped = set(vars(ModelConfig())) | set(FORWARD)
-    mapped |= {"swiglu", "squared_relu", "openai_gelu", "layernorm_epsilon", "bias_gelu_fusion"}
+    mapped |= {"swiglu", "squared_relu", "layernorm_epsilon", "bias_gelu_fusion"}
     mapped |= {"use_rotary_position_embeddings", "rope_type"}
     names = {name[2:].replace("-", "_") for name in recorded_names()} - mapped
     assert len(names) > 900 and names <= HARMLESS
@@ -183,6 +204,8 @@ def test_arguments_of_training_change_nothing():
     "given, expected",
     [
         ({"add_position_embedding": False}, {"position_embedding_type": "none"}),
+        # unlike the core, its MLP obeys the flag
+        ({"openai_gelu": True, "add_bias_linear": False}, {"activation": "gelu-tanh"}),
         (
             {
                 "use_rotary_position_embeddings": True,
@@ -206,6 +229,9 @@ def test_what_versions_of_megatron_have_ignored_is_noted():
     assert "--rotary-seq-len-interpolation-factor 4" in line
     assert argument_notes(record(use_rope_scaling=True, rope_scaling_factor=8.0)) == ()
     assert argument_notes(record(rope_scaling_factor=32.0)) == ()
+    (line,) = argument_notes(record(openai_gelu=True, bias_gelu_fusion=False))
+    assert "--openai-gelu: core models" in line
+    assert argument_notes(record(openai_gelu=True, bias_gelu_fusion=True)) == ()
 
 
 # ---- tensors of experts, latent attention and norms that are stored minus one --------------------

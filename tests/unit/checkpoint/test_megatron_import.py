@@ -116,6 +116,9 @@ def test_flags_from_a_file_and_layers_numbered_in_names(tmp_path):
     base, changes, _ = CASES["qwen3"]
     model = {**vars(base), **changes, "window_size": None}
     (tmp_path / "flags.json").write_text(json.dumps({"model": model}))
+    (tmp_path / "part.json").write_text(json.dumps({"model": {"num_layers": LAYERS}}))
+    shown = convert(*words, "--config", tmp_path / "part.json")[1]
+    assert "lacks the model's --hidden-size, --num-attention-heads, --max-position-emb" in shown
     code, shown = convert(*words, "--config", tmp_path / "flags.json", "--vocab-size", VOCAB)
     assert code == 0, shown
     loads(tmp_path / "run" / "iter_0000000", held)
@@ -139,6 +142,9 @@ def test_what_cannot_be_mapped_is_one_error(tmp_path):
     half = {"decoder.layers.mlp.linear_fc1.weight_w": torch.zeros(LAYERS, 2, 2)}
     shown = refused("half", theirs | half)
     assert "linear_fc1.weight_w: is a half of a gated fc1, but --swiglu " in shown
+    name = "decoder.layers.{}.mlp.linear_fc1.weight"
+    shown = refused("many", theirs | {name.format(i): torch.zeros(2) for i in range(3, 53)})
+    assert shown.count("has no such tensor") == 40 and "and 10 more" in shown
     arguments.num_layers = 4
     assert "holds 3 layers, --num-layers is 4" in refused("c", theirs)
     arguments.qk_l2_norm = True
@@ -208,6 +214,20 @@ def test_faults_of_model_parallel_files(tmp_path):
     assert "it names posix.system" in convert(*words)[1] and not (tmp_path / "touched").exists()
     file.unlink()
     assert "has 3 files" in convert(*words)[1] and held
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_of_experts_are_refused_with_and_without_pipeline_stages(tmp_path):
+    """Without, their numbers are where those of stages would be."""
+    write_mp_ranks(tmp_path / "theirs", "gpt2", 1, 2)
+    words = ("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "run")
+    file = tmp_path / "theirs" / "mp_rank_00_000" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["args"].expert_model_parallel_size = 2
+    torch.save(content, file)
+    assert "ranks of experts have no counterpart" in convert(*words)[1]
+    file.parent.rename(file.parent.with_name("mp_rank_00_000_000"))
+    assert "ranks of experts have no counterpart" in convert(*words)[1]
     assert not (tmp_path / "run").exists()
 
 
