@@ -69,8 +69,9 @@ def their_experts(family: Family, model: ModelConfig) -> JsonObject:
             "topk_group": model.moe_router_group_topk or 1,
             "norm_topk_prob": _normalizes(family, model.moe_router_topk),
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
-            **({"topk_method": _v2_method(groups)} if _is_softmax(family) else {}),
         }
+        if _is_softmax(family):
+            fields["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
     return fields
 
 
@@ -106,7 +107,10 @@ def _our_deepseek(
     family: Family, config: JsonObject, fields: JsonObject, faults: list[str]
 ) -> JsonObject:
     k = fields["moe_router_topk"]
+    method = config.get("topk_method") or "greedy"
     groups = config.get("n_group", family.defaults.get("n_group")) or 1
+    if _is_softmax(family) and method == "greedy":
+        groups = 1  # which it ignores
     shared = _given(family, config, "n_shared_experts") or 0
     normalizes = _given(family, config, "norm_topk_prob")
     if shared == 0:
@@ -119,9 +123,8 @@ def _our_deepseek(
         "moe_router_topk_scaling_factor": _given(family, config, "routed_scaling_factor") or 1.0,
         "moe_shared_expert_intermediate_size": shared * fields["moe_ffn_hidden_size"] or None,
     }
-    method = config.get("topk_method")
-    if _is_softmax(family) and method not in (None, _v2_method(groups)):
-        faults.append(f"topk_method {method!r} with n_group {groups}")
+    if _is_softmax(family) and method not in ("greedy", "group_limited_greedy"):
+        faults.append(f"topk_method {method!r} has no counterpart")
     if groups > 1:
         taken = _required(dict(family.defaults) | config, "topk_group")
         judged_by = 1 if _is_softmax(family) else 2
@@ -152,10 +155,6 @@ def _sparse_layers(family: Family, config: JsonObject) -> list[bool]:
 
 def _is_softmax(family: Family) -> bool:
     return family.ours.get("moe_router_score_function") == "softmax"
-
-
-def _v2_method(groups: int) -> str:
-    return "group_limited_greedy" if groups > 1 else "greedy"
 
 
 def _normalizes(family: Family, k: int) -> bool:

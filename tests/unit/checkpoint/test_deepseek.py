@@ -51,6 +51,26 @@ def test_foreign_models_are_refused_by_field(changes, text):
         from_huggingface(changed, names)
 
 
+@pytest.mark.parametrize(
+    "changes, groups",
+    [
+        ({"n_group": 8}, None),  # greedy, which ignores the groups
+        ({"n_group": 8, "topk_method": "greedy"}, None),
+        ({"n_group": 1, "topk_method": "group_limited_greedy"}, None),
+        ({"n_group": 8, "topk_method": "group_limited_greedy"}, 8),
+    ],
+)
+def test_groups_of_deepseek_v2_follow_its_method(changes, groups):
+    softmax = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
+    softmax |= {"moe_router_enable_expert_bias": False, "moe_router_num_groups": None}
+    config, names = described(dataclasses.replace(EXPERTS, **softmax, moe_router_group_topk=None))
+    assert config["model_type"] == "deepseek_v2" and config.pop("topk_method") == "greedy"
+    fields, _ = from_huggingface(config | changes | {"topk_group": 4}, names)
+    assert fields.get("moe_router_num_groups") == groups
+    with pytest.raises(ValueError, match="topk_method 'noaux_tc'"):
+        from_huggingface(config | {"topk_method": "noaux_tc"}, names)
+
+
 PUBLISHED = """{"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
     "moe_intermediate_size": 2048, "num_hidden_layers": 5, "num_attention_heads": 128,
     "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256,
