@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from megatron.tools._convert.huggingface import BUFFERS, head_names
-from megatron.tools._convert.huggingface_rules import RowRun, Rule, row_runs
+from megatron.tools._convert.huggingface_rules import EXPERT_BIAS, RowRun, Rule, row_runs
 from megatron.tools._convert.models import (
     DAMAGE,
     Held,
@@ -61,12 +61,13 @@ class Place:
     # of our tensors on top of each other: of theirs, or its columns where it is transposed
     rows: int
     rest: Dims
+    dtype: torch.dtype
     file: int
     start: int
 
     @property
-    def numel(self) -> int:
-        return self.rows * math.prod(self.rest)
+    def bytes(self) -> int:
+        return self.rows * math.prod(self.rest) * self.dtype.itemsize
 
     @property
     def their_shape(self) -> Dims:
@@ -81,18 +82,17 @@ class ExportLayout:
 
     places: list[Place]
     headers: dict[str, bytes]
-    dtype: torch.dtype
 
     @property
     def total(self) -> int:
         """Bytes of all tensors."""
-        return sum(place.numel for place in self.places) * self.dtype.itemsize
+        return sum(place.bytes for place in self.places)
 
     def sizes(self) -> list[int]:
         """Bytes of each file."""
         sizes = [len(header) for header in self.headers.values()]
         for place in self.places:
-            sizes[place.file] = place.start + place.numel * self.dtype.itemsize
+            sizes[place.file] = place.start + place.bytes
         return sizes
 
     def index(self) -> dict[str, Any]:
@@ -104,11 +104,14 @@ class ExportLayout:
 
 def lay_out(rules: list[Rule], shapes: Shapes, dtype: torch.dtype) -> ExportLayout:
     """The layout of an export of the tensors that `rules` name, our `shapes` by name."""
-    files = _in_files(rules, shapes, dtype.itemsize)
+    files = _in_files(rules, shapes, dtype)
     places = []
     headers = {}
     for number, tensors in enumerate(files):
-        entries = [(place.rule.theirs, DTYPE_NAMES[dtype], place.their_shape) for place in tensors]
+        tensors.sort(key=lambda place: -place.dtype.itemsize)  # so that all are aligned
+        entries = [
+            (place.rule.theirs, DTYPE_NAMES[place.dtype], place.their_shape) for place in tensors
+        ]
         name = SINGLE
         if len(files) > 1:
             name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
@@ -116,24 +119,31 @@ def lay_out(rules: list[Rule], shapes: Shapes, dtype: torch.dtype) -> ExportLayo
         at = len(headers[name])
         for place in tensors:
             places.append(dataclasses.replace(place, start=at))
-            at += place.numel * dtype.itemsize
-    return ExportLayout(places, headers, dtype)
+            at += place.bytes
+    return ExportLayout(places, headers)
 
 
-def _in_files(rules: list[Rule], shapes: Shapes, itemsize: int) -> list[list[Place]]:
+def _in_files(rules: list[Rule], shapes: Shapes, dtype: torch.dtype) -> list[list[Place]]:
     """The tensors of each file; where a tensor begins is not known yet."""
     files: list[list[Place]] = []
     space = 0
     for rule in rules:
         rows = sum(shapes[name][0] for name in rule.ours)
         rest = shapes[rule.ours[0]][1:]
-        size = rows * math.prod(rest) * itemsize
-        if not files or size > space:
+        place = Place(rule, rows, rest, _stored_dtype(rule, dtype), file=0, start=0)
+        if not files or place.bytes > space:
             files.append([])
-            space = max(size, FILE)
-        files[-1].append(Place(rule, rows, rest, len(files) - 1, start=0))
-        space -= size
+            space = max(place.bytes, FILE)
+        files[-1].append(dataclasses.replace(place, file=len(files) - 1))
+        space -= place.bytes
     return files
+
+
+def _stored_dtype(rule: Rule, dtype: torch.dtype) -> torch.dtype:
+    """At least fp32 for the bias of experts, whose steps 16 bits lose; so does transformers."""
+    if rule.theirs.endswith(EXPERT_BIAS) and dtype.itemsize < 4:
+        return torch.float32
+    return dtype
 
 
 def write_folder(
@@ -238,8 +248,8 @@ def _write_share(folder: Path, layout: ExportLayout, checkpoint: Checkpoint, ran
         )
         if first < last
     ]
-    elements = sum((last - first) * math.prod(place.rest) for place, first, last in shares)
-    report = ProgressLine("exported", elements * layout.dtype.itemsize, ranks.first)
+    size = sum(place.bytes * (last - first) // place.rows for place, first, last in shares)
+    report = ProgressLine("exported", size, ranks.first)
     names = list(layout.headers)
     files = {
         number: os.open(folder / names[number], os.O_WRONLY | os.O_CLOEXEC)
@@ -247,7 +257,7 @@ def _write_share(folder: Path, layout: ExportLayout, checkpoint: Checkpoint, ran
     }
     try:
         for place, first, last in shares:
-            for row, piece in _pieces(place, first, last, checkpoint, layout.dtype):
+            for row, piece in _pieces(place, first, last, checkpoint):
                 _write_piece(files[place.file], place, row, piece)
                 report.add(piece.nbytes)
         for file in files.values():
@@ -258,12 +268,12 @@ def _write_share(folder: Path, layout: ExportLayout, checkpoint: Checkpoint, ran
 
 
 def _pieces(
-    place: Place, first: int, last: int, checkpoint: Checkpoint, dtype: torch.dtype
+    place: Place, first: int, last: int, checkpoint: Checkpoint
 ) -> Iterator[tuple[int, Tensor]]:
     """Rows [first, last) of the stacked tensors as (row, a few MiB of rows)."""
     found = row_runs(place.rule, place.rows)
     widest = max(TORCH_DTYPES[checkpoint.tensors[name].dtype].itemsize for name in place.rule.ours)
-    step = max(1, PIECE // (math.prod(place.rest) * max(widest, dtype.itemsize)))
+    step = max(1, PIECE // (math.prod(place.rest) * max(widest, place.dtype.itemsize)))
     for row in range(first, last, step):
         rows = min(step, last - row)
         piece: Tensor | None = None
@@ -275,10 +285,10 @@ def _pieces(
             if place.rule.offset:
                 own = own - place.rule.offset
             if high - low == rows:  # all are of this run: no second copy
-                piece = own.to(dtype)
+                piece = own.to(place.dtype)
                 break
             if piece is None:
-                piece = torch.empty((rows, *place.rest), dtype=dtype)
+                piece = torch.empty((rows, *place.rest), dtype=place.dtype)
             begin = run.first + low * run.stride - row
             piece[begin :: run.stride][: high - low] = own
         assert piece is not None

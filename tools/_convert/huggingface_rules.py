@@ -61,7 +61,7 @@ _EXPERT_NAMES_OF = {
     "deepseek": {f"mlp.shared_expert.{part}": f"mlp.shared_experts.{part}_proj" for part in _GLU},
     "granite": {"mlp.router": "block_sparse_moe.router.layer"},
 }
-_EXPERT_BIAS = "e_score_correction_bias"
+EXPERT_BIAS = "e_score_correction_bias"
 # Tensors that hold all experts of a layer, by the first of the parts of each expert in them.
 _FUSED = {"gate": ("gate", "up"), "down": ("down",)}
 _FUSED_NAMES = {"gate": "experts.gate_up_proj", "down": "experts.down_proj"}
@@ -199,7 +199,7 @@ def _their_name(names: Mapping[str, str], layer: str, module: str, kind: str) ->
     theirs = names[own].format(expert[1] if expert else "")
     if layer:
         theirs = f"{names['layers']}{layer.removeprefix('layers').removesuffix('.')}.{theirs}"
-    return f"{theirs}.{_EXPERT_BIAS if kind == 'expert_bias' else kind}"
+    return f"{theirs}.{EXPERT_BIAS if kind == 'expert_bias' else kind}"
 
 
 def _shaped(

@@ -5,9 +5,10 @@ Facts of DeepSpeed (0.9 to 0.19): every rank writes
 `[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt` (D data-parallel, MM model-parallel), whose
 `optimizer_state_dict` holds its partitions. `param_shapes` of the model-states file gives names and
 shapes in the order in which parameters were flattened, one dictionary for each of the optimizer's
-groups. Stages 1 and 2 lay a group's parameters end to end and give each rank a range of that; stage
-3 gives each rank an equal part of every parameter, the last one padded. What BF16_Optimizer writes
-(stage 1 with fp32 accumulation) lies as at stage 1 and names no stage.
+groups; buffers are in its `module`, by `buffer_names`. Stages 1 and 2 lay a group's parameters end
+to end and give each rank a range of that; stage 3 gives each rank an equal part of every parameter,
+the last one padded. What BF16_Optimizer writes (stage 1 with fp32 accumulation) lies as at stage 1
+and names no stage.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.tools._convert.huggingface_rules import EXPERT_BIAS
 from megatron.tools._convert.models import Held, Part, box_part, whole_part
 from megatron.tools._convert.pickles import Record, read_torch_file
 from torch import Tensor
@@ -96,11 +98,20 @@ def _find_partitions(folder: Path) -> dict[int, Paths]:
 
 
 def _tensors(state: State, path: Path, stage: int, partitions: list[Partition]) -> Held:
-    """The parameters of one model-parallel rank, shared ones under each of their names."""
+    """The parameters of one model-parallel rank, shared ones under each of their names, and the
+    bias of experts, which is a buffer.
+    """
     merge = _merge_equal_parts if stage == 3 else _merge_ranges
     tensors = {
         name: (shape, box_parts(shape, pieces))
         for name, shape, pieces in merge(_shapes(state, path), partitions)
+    }
+    module = state.get("module") or {}
+    names = [name for name in state.get("buffer_names") or () if name.endswith(EXPERT_BIAS)]
+    tensors |= {
+        name: (tuple(module[name].shape), [whole_part(module[name].float())])
+        for name in names
+        if isinstance(module.get(name), Tensor)
     }
     shared = state.get("shared_params") or {}
     return tensors | {name: tensors[other] for name, other in shared.items() if other in tensors}

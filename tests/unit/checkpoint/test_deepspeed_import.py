@@ -37,12 +37,14 @@ def write_huggingface(
     head = {
         "lm_head.weight": next(name for name in theirs if "embed_tokens" in name or "wte" in name)
     }
+    buffers = {name: theirs.pop(name) for name in list(theirs) if name.endswith("correction_bias")}
     write_rank(
         root / "global_step3",
         in_groups(theirs),
         kind,
         ranks,
         shared={} if "lm_head.weight" in theirs else head,
+        buffers=buffers,
         **extra,
     )
     (root / "config.json").write_text(json.dumps(described))
@@ -63,6 +65,8 @@ def same(run: Path, held: dict[str, torch.Tensor]) -> bool:
         ("gpt2", "2", 3),
         ("qwen3", "3", 5),
         ("gpt2 untied, tanh", "bf16", 4),
+        ("dots1", "3", 2),
+        ("glm4_moe", "1", 2),
     ],
 )
 def test_models_of_hugging_face(tmp_path, case, kind, ranks):

@@ -138,6 +138,7 @@ def write_rank(
     ranks: int,
     model_rank: int = 0,
     shared: dict[str, str] | None = None,
+    buffers: dict[str, Tensor] | None = None,
     args: argparse.Namespace | None = None,
     **extra: Any,
 ) -> None:
@@ -191,8 +192,9 @@ def write_rank(
                     (key, torch.empty(0) if kind == "3" else value.bfloat16())
                     for group in groups
                     for key, value in group.items()
-                ),
-                "buffer_names": [],
+                )
+                | (buffers or {}),
+                "buffer_names": list(buffers or {}),
                 "optimizer": None,
                 "param_shapes": shapes,
                 "frozen_param_shapes": OrderedDict(),
