@@ -101,6 +101,11 @@ PRECISIONS = {
 }
 TIMEOUT = 120  # minutes that a rank waits for the others' shares
 WEIGHTS_ONLY = "note: weights only: optimizer, schedule and random state stay behind"
+QWEN2_TOKENIZER = (
+    "note: transformers 5 splits text by Qwen's rules for model type qwen2, whatever the "
+    "tokenizer: load it by the class in tokenizer_config.json instead of AutoTokenizer, or export "
+    "with --model-type seed_oss"
+)
 ROTARY = (
     "note: Megatron-DeepSpeed since change #441 rotates q and k by cos(angle) instead of the "
     "angle unless it ran with sequence parallelism: "
@@ -138,13 +143,14 @@ def export(
         dtype = TORCH_DTYPES[checkpoint.tensors["embedding.word.weight"].dtype]
     described |= {"torch_dtype": str(dtype).removeprefix("torch.")}
 
-    def beside_weights(folder: Path) -> list[str]:
-        notes = _tokenizer_files(config.data, folder, described)
+    def write_extras(folder: Path) -> list[str]:
+        known = checkpoint.state.get("tokenizer")
+        notes = _tokenizer_files(config.data, known, folder, described)
         (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         return notes
 
     with checkpoint:
-        notes = write_folder(target, checkpoint, rules, dtype, beside_weights, ranks)
+        notes = write_folder(target, checkpoint, rules, dtype, write_extras, ranks)
     architecture, written = described["architectures"][0], described["torch_dtype"]
     return [
         f"{checkpoint.path} -> {target}: {architecture}, {written}",
@@ -153,42 +159,68 @@ def export(
     ]
 
 
-def _tokenizer_files(data: DataConfig, folder: Path, described: dict[str, Any]) -> list[str]:
-    """Copy the tokenizer where Hugging Face looks for it and set the end-of-document id; returns
-    lines to show.
+def _tokenizer_files(
+    data: DataConfig, known: str | None, folder: Path, described: dict[str, Any]
+) -> list[str]:
+    """Write the tokenizer as transformers reads it and set the end-of-document id; returns lines to
+    show. `known`: the fingerprint of the run's tokenizer, None for an imported model.
     """
+    lacking = "note: no tokenizer was copied and eos_token_id is empty"
     try:
         tokenizer = build_tokenizer(data)
     except UserError as error:
-        return [f"note: no tokenizer was copied and eos_token_id is empty: {error}"]
+        return [f"{lacking}: {error}"]
+    if known is not None and tokenizer.fingerprint != known:
+        return [f"{lacking}: the files of {tokenizer.name} are not those of the run"]
     described["eos_token_id"] = tokenizer.eod
-    given = {
-        "HuggingFaceTokenizer": [(data.tokenizer_model, "tokenizer.json")],
-        "SentencePieceTokenizer": [(data.tokenizer_model, "tokenizer.model")],
-        "GPT2BPETokenizer": [(data.vocab_file, "vocab.json"), (data.merge_file, "merges.txt")],
-    }.get(data.tokenizer_type, [])
-    for source, name in given:
-        source = Path(source) / name if Path(source).is_dir() else Path(source)
-        shutil.copyfile(source, folder / name)
-        for extra in ("tokenizer_config.json", "special_tokens_map.json"):
-            if source.with_name(extra).is_file() and source.name == name:
-                shutil.copyfile(source.with_name(extra), folder / extra)
-        if name == "tokenizer.model" and not (folder / "tokenizer_config.json").exists():
-            described_tokenizer = _sentencepiece_config(source, tokenizer.eod)
-            text = json.dumps(described_tokenizer, indent=2) + "\n"
-            (folder / "tokenizer_config.json").write_text(text)
-    if not given:
+
+    # 1. The vocabulary. Several model types read GPT-2's two files by other rules.
+    if data.tokenizer_type == "HuggingFaceTokenizer":
+        _copy_tokenizer(Path(data.tokenizer_model), folder / "tokenizer.json")
+    elif data.tokenizer_type == "SentencePieceTokenizer":
+        _copy_tokenizer(Path(data.tokenizer_model), folder / "tokenizer.model")
+    elif data.tokenizer_type == "GPT2BPETokenizer":
+        import tokenizers
+
+        model = tokenizers.ByteLevelBPETokenizer.from_file(data.vocab_file, data.merge_file)
+        model.save(str(folder / "tokenizer.json"))
+    else:
         return [f"note: {tokenizer.name} has no file that Hugging Face reads; none was copied"]
+
+    # 2. The class that reads it: where none is named, transformers takes that of the model type.
+    settings = folder / "tokenizer_config.json"
+    if not settings.exists():
+        is_sentencepiece = data.tokenizer_type == "SentencePieceTokenizer"
+        make = _sentencepiece_config if is_sentencepiece else _fast_config
+        settings.write_text(json.dumps(make(folder, tokenizer.eod), indent=2) + "\n")
+    reader = str(read_json(settings).get("tokenizer_class"))
+    if described["model_type"] == "qwen2" and not reader.startswith("Qwen2"):
+        return [QWEN2_TOKENIZER]
     return []
 
 
-def _sentencepiece_config(path: Path, eod: int) -> dict[str, Any]:
-    """What transformers must know to encode as the model in this file does; without it, it takes
-    the tokenizer class of the model type.
-    """
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy a tokenizer's file, and the settings next to it if transformers would read them."""
+    source = source / target.name if source.is_dir() else source
+    shutil.copyfile(source, target)
+    for extra in ("tokenizer_config.json", "special_tokens_map.json"):
+        if source.with_name(extra).is_file() and source.name == target.name:
+            shutil.copyfile(source.with_name(extra), target.with_name(extra))
+
+
+def _fast_config(folder: Path, eod: int) -> dict[str, Any]:
+    """What transformers must know to encode by the folder's tokenizer.json alone."""
+    import tokenizers
+
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.id_to_token(eod)}
+
+
+def _sentencepiece_config(folder: Path, eod: int) -> dict[str, Any]:
+    """What transformers must know to encode as the folder's tokenizer.model does."""
     import sentencepiece
 
-    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     ids = {"bos_token": model.bos_id(), "unk_token": model.unk_id(), "eos_token": eod}
     # Some models put a space before every text; transformers then puts none before a text that
     # begins with one.

@@ -2,9 +2,9 @@
 
     python tools/generate.py --load FOLDER --prompt "Once" --temperature 0.8 --top-k 40 --seed 1
 
-Model and tokenizer are those recorded in the checkpoint; a tokenizer file that has moved is named
-with --tokenizer-model. The continuation is a function of (checkpoint, prompt, seed, flags): each
-token's random number is counted by its position.
+Model and tokenizer are those recorded in the checkpoint; flags name tokenizer files that have
+moved, or those of a model that was imported without. The continuation is a function of (checkpoint,
+prompt, seed, flags): each token's random number is counted by its position.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.run_state import config_of
 from megatron.config.errors import UserError  # noqa: E402
-from megatron.config.groups import DistributedConfig
+from megatron.config.groups import DistributedConfig, TokenizerType
+from megatron.config.metadata import KERNEL
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer
 from megatron.distributed.logs import job_log
@@ -44,11 +46,18 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> GPTModel:
     dtype = compute_dtype(config.precision)
     if device.type == "cpu" and dtype == torch.float16:
         dtype = torch.float32
+    # The run chose its kernels for its own device.
+    kernels: dict[str, Any] = {
+        field.name: field.default
+        for field in dataclasses.fields(config.model)
+        if field.metadata.get("change") == KERNEL
+    }
+    shape = dataclasses.replace(config.model, **kernels)
     vocab = checkpoint.state["vocab_size"]
     model = GPTModel(
-        config.model,
+        shape,
         vocab_size=vocab,
-        padded_vocab=padded_vocab_size(vocab, config.model),
+        padded_vocab=padded_vocab_size(vocab, shape),
         dtype=dtype,
         seed=config.training.seed,
     )
@@ -135,7 +144,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="choose among the fewest tokens that reach this probability",
     )
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--tokenizer-type", choices=get_args(TokenizerType))
     parser.add_argument("--tokenizer-model", help="where the tokenizer file lies now")
+    parser.add_argument("--vocab-file", help="where the GPT-2 BPE vocabulary lies now")
+    parser.add_argument("--merge-file", help="where the GPT-2 BPE merges lie now")
     flags = parser.parse_args(argv)
     for name, good, what in (
         ("num_tokens", flags.num_tokens > 0, "above 0"),
@@ -164,20 +176,20 @@ def write_text(flags: argparse.Namespace) -> int:
     with job_log():
         checkpoint = open_checkpoint(flags.load, flags.ckpt_step)
     if checkpoint is None:
-        raise CheckpointError(
-            f"--load {flags.load}: no "
-            f"checkpoint{'' if flags.ckpt_step is None else f' of iteration {flags.ckpt_step}'} "
-            "there"
-        )
+        raise CheckpointError(f"--load {flags.load}: no checkpoint there")
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    given = {name: value for name in names if (value := getattr(flags, name)) is not None}
     data = config_of(checkpoint.state).data
-    tokenizer = build_tokenizer(
-        dataclasses.replace(data, tokenizer_model=flags.tokenizer_model or data.tokenizer_model)
-    )
+    if data.tokenizer_type is None:  # imported without one
+        # of the NullTokenizer without the end-of-document id
+        is_null = flags.tokenizer_type == "NullTokenizer"
+        given["vocab_size"] = checkpoint.state["vocab_size"] - is_null
+    tokenizer = build_tokenizer(dataclasses.replace(data, **given))
     known = checkpoint.state.get("tokenizer")  # none of an imported model
     if known is not None and tokenizer.fingerprint != known:
         raise CheckpointError(
-            f"{checkpoint.path}: was trained with another tokenizer than "
-            f"{flags.tokenizer_model or data.tokenizer_model}; name its file with --tokenizer-model"
+            f"{checkpoint.path}: was trained with another tokenizer than {tokenizer.name}; "
+            "name its files with --tokenizer-model, or --vocab-file and --merge-file"
         )
     device, _ = choose_device(read_launch(), DistributedConfig())
     model = load_model(checkpoint, device)

@@ -45,7 +45,15 @@ PIECE = 16 << 20  # bytes of each tensor that --diff --tensors compares at a tim
 def locate(folder: str, step: int | None = None) -> Checkpoint:
     """Open `folder` if it is a checkpoint, else the newest one (or iteration `step`) in it."""
     if os.path.lexists(Path(folder) / MANIFEST):
+        if step is not None:
+            raise FileNotFoundError(f"{folder}: is itself a checkpoint; remove --ckpt-step")
         return Checkpoint(folder)
+    iterations = list_iterations(Path(folder))
+    if step is not None and step not in iterations:
+        known = ", ".join(map(str, iterations)) or "none"
+        raise FileNotFoundError(
+            f"{folder}: no checkpoint of iteration {step} (--ckpt-step); there: {known}"
+        )
     with job_log():
         checkpoint = open_checkpoint(folder, step)
     if checkpoint is None:
@@ -253,8 +261,9 @@ def main(argv: list[str] | None = None) -> int:
         "--tensors", action="store_true", help="with --diff: compare all values too"
     )
     flags = parser.parse_args(argv)
-    if (flags.folder is None) == (flags.diff is None) or (flags.tensors and flags.diff is None):
-        parser.error("give one folder, or --diff A B [--tensors]")
+    one = flags.verify or flags.ckpt_step is not None
+    if (flags.folder is None) == (flags.diff is None) or (one if flags.diff else flags.tensors):
+        parser.error("give FOLDER [--ckpt-step N] [--verify], or --diff A B [--tensors]")
     try:
         if flags.diff:
             with locate(flags.diff[0]) as a, locate(flags.diff[1]) as b:

@@ -56,7 +56,8 @@ _INSIDE = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.
 _NUMBERED = re.compile(r"model\.layers\.(\d+)\.")
 # fields that make a family a distant one
 _LARGE = ("num_experts", "multi_latent_attention")
-# Settings of a training run or of its padding: a trained model is the same function without them.
+# Settings of a training run or of its padding: a trained model is the same function without them,
+# but for the capacity of experts, of which export_notes warns.
 TRAINING_ONLY = frozenset(
     """z_loss_coeff hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by
     moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
@@ -165,19 +166,23 @@ def to_huggingface(
 
 
 def export_notes(model: ModelConfig) -> list[str]:
-    """Lines about an export that some versions of transformers compute otherwise."""
+    """Lines about an export that transformers, or some versions of it, compute otherwise."""
+    notes = []
+    if model.moe_expert_capacity_factor is not None:
+        notes.append(
+            "note: experts of the export have no capacity; evaluation here drops the tokens beyond "
+            f"--moe-expert-capacity-factor {model.moe_expert_capacity_factor:g}"
+        )
     original, longest = model.rope_original_length, model.max_position_embeddings
-    if (
-        model.position_embedding_type != "yarn"
-        or model.rope_factor * original == longest
-        or longest is None
-    ):
-        return []
-    return [
-        "note: transformers before 4.56 compute another model: they take "
-        f"max_position_embeddings / original_max_position_embeddings = {longest / original:g} as "
-        f"YaRN's factor, which is {model.rope_factor:g}; later versions take the factor"
-    ]
+    is_yarn = model.position_embedding_type == "yarn" and longest is not None
+    if is_yarn and model.rope_factor * original != longest:
+        notes.append(
+            "note: transformers before 4.56 compute another model: they take "
+            "max_position_embeddings / original_max_position_embeddings = "
+            f"{longest / original:g} as YaRN's factor, which is {model.rope_factor:g}; later "
+            "versions take the factor"
+        )
+    return notes
 
 
 def their_config(kind: str, model: ModelConfig, vocab_size: int) -> JsonObject:

@@ -20,6 +20,7 @@ from test_huggingface import CASES, VOCAB, build, difference, tokens
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.groups import Config, DataConfig, PrecisionConfig
+from megatron.data.tokenizer import build_tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
@@ -54,7 +55,7 @@ def save_run(
         "consumed_samples": 8 * iteration,
         "config": config.to_dict(),
         "vocab_size": VOCAB,
-        "tokenizer": "f",
+        "tokenizer": None,
     }
     save_checkpoint(root, iteration, pairs(held | moments), state)
     return config, model, held
@@ -110,7 +111,26 @@ def test_precision_of_the_export(tmp_path, flag, dtype):
     assert described["torch_dtype"] == str(dtype)[6:]
 
 
-def test_tokenizer_files_go_along(tmp_path):
+def test_the_bias_of_experts_keeps_fp32(tmp_path):
+    """A step of it is lost in 16 bits; transformers keeps it in fp32, too."""
+    from safetensors.torch import load_file
+
+    name = "layers.1.mlp.router.expert_bias"
+    theirs = "model.layers.1.mlp.gate.e_score_correction_bias"
+    _, _, held = save_run(tmp_path / "run", "glm4_moe", PrecisionConfig(bf16=True))
+    assert export(tmp_path / "run", tmp_path / "hf") == 0
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert same_bits(exported.pop(theirs), held[name])
+    del exported[theirs.replace("1", "2")]
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert same_bits(them.state_dict()[theirs], held[name])
+    assert take_over(tmp_path / "hf", tmp_path / "back") == 0
+    with open_checkpoint(tmp_path / "back") as checkpoint:
+        assert same_bits(checkpoint[name], held[name])
+
+
+def test_tokenizer_files_go_along(tmp_path, capsys):
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {f"w{i}": i for i in range(VOCAB - 1)} | {"<|endoftext|>": VOCAB - 1}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
@@ -120,12 +140,20 @@ def test_tokenizer_files_go_along(tmp_path):
     file = tmp_path / "my_tokenizer.json"
     data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(file))
     config = dataclasses.replace(config, data=data)
-    state = {"config": config.to_dict(), "vocab_size": VOCAB, "tokenizer": None}
+    known = build_tokenizer(data).fingerprint
+    state = {"config": config.to_dict(), "vocab_size": VOCAB, "tokenizer": known}
     save_checkpoint(tmp_path / "run", 1, pairs(held), state)
     assert export(tmp_path / "run", tmp_path / "hf") == 0
     assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == file.read_bytes()
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == VOCAB - 1
-    file.unlink()  # moved away: the export continues and logs it
+    # Replaced by another one, or moved away: the export continues and logs it.
+    file.write_text(file.read_text().replace('"w1"', '"another"'))
+    capsys.readouterr()
+    assert export(tmp_path / "run", tmp_path / "replaced") == 0
+    assert "tokenizer.json are not those of the run" in capsys.readouterr().out
+    assert not (tmp_path / "replaced" / "tokenizer.json").exists()
+    assert not json.loads((tmp_path / "replaced" / "config.json").read_text())["eos_token_id"]
+    file.unlink()
     assert export(tmp_path / "run", tmp_path / "second") == 0
     assert not (tmp_path / "second" / "tokenizer.json").exists()
 
@@ -152,7 +180,7 @@ def test_transformers_encodes_as_the_sentencepiece_model_of_an_export(tmp_path, 
         tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "spm.model")
     )
     described = {"model_type": "gpt2"}
-    assert convert_checkpoint._tokenizer_files(data, tmp_path, described) == []
+    assert convert_checkpoint._tokenizer_files(data, None, tmp_path, described) == []
     (tmp_path / "config.json").write_text(json.dumps(described))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
@@ -161,6 +189,42 @@ def test_transformers_encodes_as_the_sentencepiece_model_of_an_export(tmp_path, 
     for text in ("def test", "two  spaces\nand \u00fc", *texts):
         assert theirs(text)["input_ids"] == ours.encode(text), text
     assert theirs.eos_token_id == ours.eos_id() == described["eos_token_id"]
+
+
+def write_gpt2_bpe(folder: Path) -> DataConfig:
+    """vocab.json and merges.txt of a small vocabulary, in which years are words."""
+    library = pytest.importorskip("tokenizers")
+    model = library.ByteLevelBPETokenizer()
+    lines = [*Path(__file__).read_text().splitlines(), *["in 1984"] * 50]
+    model.train_from_iterator(lines, vocab_size=400, special_tokens=["<|endoftext|>"])
+    model.save_model(str(folder))
+    files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+    return DataConfig(tokenizer_type="GPT2BPETokenizer", **files)
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "deepseek_v3"])
+def test_transformers_encodes_as_the_byte_pairs_of_an_export(tmp_path, kind, is_json):
+    """Whatever class the model type has. Qwen's rules cut numbers into digits."""
+    data, out = write_gpt2_bpe(tmp_path), tmp_path / "out"
+    out.mkdir()
+    ours = build_tokenizer(data)
+    if is_json:
+        library = pytest.importorskip("tokenizers")
+        model = library.ByteLevelBPETokenizer.from_file(data.vocab_file, data.merge_file)
+        model.save(str(tmp_path / "tokenizer.json"))
+        data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    described = {"model_type": kind}
+    notes = convert_checkpoint._tokenizer_files(data, None, out, described)
+    (out / "config.json").write_text(json.dumps(described))
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    if kind == "qwen2":  # as the note advises
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(out)
+    texts = ("in 1984", " a  b\n\u00fc u\u0308", *Path(__file__).read_text().splitlines()[:200])
+    for text in texts:
+        assert "<|end" in text or theirs(text)["input_ids"] == ours.encode(text), text
+    assert theirs.eos_token_id == ours.eod == described["eos_token_id"]
+    assert notes == ([convert_checkpoint.QWEN2_TOKENIZER] if kind == "qwen2" else [])
 
 
 def test_refusals(tmp_path, capsys):
@@ -284,3 +348,52 @@ def test_inspect_compares_values_whatever_the_layout(tmp_path, monkeypatch, caps
         "tensor head.weight: 2 of 2144 values differ; largest difference 0.5",
         "tensor optimizer.exp_avg.head.weight: 1 of 2144 values differ; largest difference 0",
     ]
+
+
+def test_text_of_a_model_without_a_tokenizer_and_of_another_device(tmp_path, capsys):
+    """The run's flags chose kernels that this device does not have."""
+    data = write_gpt2_bpe(tmp_path)
+    model = dataclasses.replace(CASES["llama"][0], rotary_backend="triton", norm_backend="apex")
+    model = dataclasses.replace(model, attention_backend="triton")
+    _, held = build(model)
+
+    def save(root: Path, rows: int) -> None:
+        larger = {name: tensor.new_zeros(rows, 32) for name, tensor in held.items()}
+        own = {"embedding.word.weight", "head.weight"}
+        tensors = {name: larger[name] if name in own else held[name] for name in held}
+        state = {"config": Config(model=model, precision=FP64).to_dict(), "vocab_size": rows}
+        save_checkpoint(root, 0, pairs(tensors), state)
+
+    save(tmp_path / "small", VOCAB)
+    save(tmp_path / "run", 410)
+    files = ("--vocab-file", data.vocab_file, "--merge-file", data.merge_file)
+    assert run(generate, "--load", tmp_path / "small", *files) == 2
+    assert "has 400 ids" in capsys.readouterr().err
+    assert run(generate, "--load", tmp_path / "run") == 2
+    assert "--tokenizer-type is missing" in capsys.readouterr().err
+    words = ("--load", tmp_path / "run", "--prompt", "def", "--num-tokens", 2)
+    assert run(generate, *words, "--tokenizer-type", "GPT2BPETokenizer", *files) == 0
+    assert capsys.readouterr().out.startswith("def")
+
+
+def test_inspect_refuses_what_it_would_ignore(tmp_path, capsys):
+    save_run(tmp_path / "run", "llama")
+    folder = tmp_path / "run" / "iter_0000005"
+    for words in (("--verify",), ("--ckpt-step", 5)):
+        with pytest.raises(SystemExit):
+            run(inspect_checkpoint, "--diff", folder, folder, *words)
+    assert run(inspect_checkpoint, folder, "--ckpt-step", 5) == 2
+    assert "is itself a checkpoint; remove --ckpt-step" in capsys.readouterr().err
+    assert run(inspect_checkpoint, tmp_path / "run", "--ckpt-step", 6) == 2  # not 1: damaged
+    assert "no checkpoint of iteration 6 (--ckpt-step); there: 5" in capsys.readouterr().err
+
+
+def test_an_export_without_a_capacity_is_noted(tmp_path, capsys):
+    base, _, _ = CASES["mixtral"]
+    _, _, held = save_run(tmp_path / "run", "mixtral")
+    model = dataclasses.replace(base, moe_expert_capacity_factor=1.5)
+    state = {"config": Config(model=model).to_dict(), "vocab_size": VOCAB}
+    save_checkpoint(tmp_path / "capped", 1, pairs(held), state)
+    for name, count in (("run", 0), ("capped", 1)):
+        assert export(tmp_path / name, tmp_path / f"hf-{name}") == 0
+        assert capsys.readouterr().out.count("--moe-expert-capacity-factor 1.5") == count
