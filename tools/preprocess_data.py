@@ -437,9 +437,6 @@ def facts_of_run(arguments: argparse.Namespace, tokenizer: Tokenizer) -> dict[st
         "append_eod": arguments.append_eod,
         "include_special_tokens": arguments.tokenizer_hf_include_special_tokens,
         "invalid_text": arguments.invalid_text,
-        # Offsets are computed back to back and every id was compared with the vocabulary: this is
-        # the full scan.
-        "scan": {"offsets_packed": True, "ids_below": tokenizer.vocab_size},
     }
 
 

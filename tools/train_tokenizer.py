@@ -20,42 +20,44 @@ from pathlib import Path
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
-from megatron.tools._preprocess.text_files import chunks_of, refuse_record  # noqa: E402
+from megatron.tools._preprocess.text_files import chunks_of  # noqa: E402
 from megatron.tools.preprocess_data import (  # noqa: E402
     LARGEST_CHUNK,
     input_files,
     read_records,
+    settle_invalid_texts,
+    texts_of,
 )
 
 from megatron.config.errors import UserError  # noqa: E402
-from megatron.config.input_files import is_text, path_fault  # noqa: E402
+from megatron.config.input_files import path_fault  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 
 LOUD = 50 << 20  # bytes of input from which SentencePiece reports its own progress
 
 
-def lines(files: list[str], key: str) -> Iterator[str]:
-    """Every line of every text that is not empty: SentencePiece learns within lines. Raises
-    UserError for a record without the key.
+def lines(files: list[str], key: str, policy: str) -> Iterator[str]:
+    """Every line of every text that is not empty: SentencePiece learns within lines. `policy` as in
+    settle_invalid_texts. Raises DataError for a record without the key.
     """
     for path in files:
         for chunk in chunks_of(path, LARGEST_CHUNK, [key]):
-            for number, record in read_records(chunk):
-                if not isinstance(record, dict) or not isinstance(record.get(key), str):
-                    raise UserError(
-                        f"{path}: a record has no text under the key {key!r}: name the right "
-                        "one with --json-key"
-                    )
-                if not is_text(record[key]):
-                    problem = (
-                        "a text holds half of a surrogate pair, which is no character: repair it"
-                    )
-                    raise refuse_record(chunk, number, problem)
-                yield from filter(None, record[key].split("\n"))
+            records = read_records(chunk, policy)
+            columns = [texts_of(chunk, records, key)]
+            _, [(texts, _)], _ = settle_invalid_texts(chunk, records, columns, policy)
+            for text in texts:
+                yield from filter(None, text.split("\n"))
 
 
 def train(
-    files: list[str], *, key: str, vocab_size: int, model_type: str, prefix: str, max_lines: int
+    files: list[str],
+    *,
+    key: str,
+    policy: str,
+    vocab_size: int,
+    model_type: str,
+    prefix: str,
+    max_lines: int,
 ) -> None:
     """Train and write the model, under its name only once complete. Raises UserError for input that
     gives no such tokenizer.
@@ -65,7 +67,7 @@ def train(
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(files, key),
+            sentence_iterator=lines(files, key, policy),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
@@ -98,7 +100,15 @@ def main() -> None:
         metavar="FILE",
         help="files or patterns: JSON lines or a JSON array, also compressed; parquet",
     )
-    flags.add_argument("--json-key", default="text", help="key of the text (default: text)")
+    flags.add_argument(
+        "--json-key", "--json-keys", default="text", help="key of the text (default: text)"
+    )
+    flags.add_argument(
+        "--invalid-text",
+        choices=["error", "replace", "skip"],
+        default="error",
+        help="lines with characters that UTF-8 cannot hold, as in preprocess_data.py",
+    )
     flags.add_argument(
         "--vocab-size", type=int, required=True, help="ids in all, special and byte pieces included"
     )
@@ -117,6 +127,7 @@ def main() -> None:
         train(
             input_files(given.input),
             key=given.json_key,
+            policy=given.invalid_text,
             vocab_size=given.vocab_size,
             model_type=given.model_type,
             prefix=given.output_prefix,

@@ -24,6 +24,7 @@ from megatron.data.indexed_dataset import DataError
 
 PIECE = 1 << 20  # bytes of decompressed text
 LARGEST_ELEMENT = 1 << 28  # characters of one object of a JSON array
+ROWS_AT_ONCE = 64  # of a parquet file: a row may be a book
 LARGEST_WINDOW = 1 << 31  # bytes; of `zstd --long=31`, the most that the format allows
 BOM = codecs.BOM_UTF8
 GZIP, BZIP2, XZ, ZSTD, PARQUET = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"PAR1"
@@ -64,7 +65,7 @@ def chunks_of(path: str, size: int, keys: Sequence[str]) -> Iterator[TextChunk]:
         head = file.read(8)
         file.seek(0)
         if head.startswith(PARQUET):
-            yield from _parquet_chunks(file, size, keys)
+            yield from _grouped(path, _parquet_lines(file, keys), size)
             return
         if not _compression(head):
             _refuse_encoding(path, head)
@@ -79,7 +80,10 @@ def chunks_of(path: str, size: int, keys: Sequence[str]) -> Iterator[TextChunk]:
         start, pieces = _peek(pieces)
         _refuse_encoding(path, start)
         is_array = start.removeprefix(BOM).lstrip().startswith(b"[")
-        yield from (_array_chunks if is_array else _streamed_chunks)(file, pieces, size)
+        if is_array:
+            yield from _grouped(path, _array_lines(file, pieces), size)
+        else:
+            yield from _streamed_chunks(file, pieces, size)
 
 
 def text_pieces(file: BinaryIO) -> Iterator[bytes]:
@@ -210,23 +214,27 @@ def _streamed_chunks(file: BinaryIO, pieces: Iterator[bytes], size: int) -> Iter
         yield TextChunk(file.name, begin, begin + len(held), file.tell() - counted, bytes(held))
 
 
-def _array_chunks(file: BinaryIO, pieces: Iterator[bytes], size: int) -> Iterator[TextChunk]:
+def _grouped(path: str, lines: Iterator[tuple[bytes, int]], size: int) -> Iterator[TextChunk]:
+    """Chunks of lines that hold a record each and come with the bytes of the file read so far."""
+    held: list[bytes] = []
+    begin = length = first = number = counted = read = 0
+    for number, (line, read) in enumerate(lines, 1):
+        held.append(line)
+        length += len(line)
+        if length >= size:
+            yield TextChunk(path, begin, begin + length, read - counted, b"".join(held), first)
+            begin, first, counted = begin + length, number, read
+            held, length = [], 0
+    if held:
+        yield TextChunk(path, begin, begin + length, read - counted, b"".join(held), first)
+
+
+def _array_lines(file: BinaryIO, pieces: Iterator[bytes]) -> Iterator[tuple[bytes, int]]:
     """The elements of a JSON array, one a line."""
-    lines: list[bytes] = []
-    held = first = count = counted = position = 0
-    for count, element in enumerate(_ArrayReader(file.name, pieces), 1):
+    for element in _ArrayReader(file.name, pieces):
         # outside of strings, where JSON has none, a line end is white space
-        line = element.replace("\n", " ").replace("\r", " ").encode(errors="surrogateescape")
-        lines.append(line + b"\n")
-        held += len(line) + 1
-        if held >= size:
-            end, cost = position + held, file.tell() - counted
-            yield TextChunk(file.name, position, end, cost, b"".join(lines), first)
-            position, first, counted = end, count, file.tell()
-            lines, held = [], 0
-    if lines:
-        cost = file.tell() - counted
-        yield TextChunk(file.name, position, position + held, cost, b"".join(lines), first)
+        line = element.replace("\n", " ").replace("\r", " ") + "\n"
+        yield line.encode(errors="surrogateescape"), file.tell()
 
 
 class _ArrayReader:
@@ -241,21 +249,22 @@ class _ArrayReader:
         self.over = False  # no more text comes
 
     def __iter__(self) -> Iterator[str]:
-        """Raises DataError for what is no array of values."""
+        """Raises DataError for text that is not one array of values."""
         self._read()
         self.text = self.text.removeprefix("\ufeff")
         self._skip_to("[")
         self.at += 1
-        if self._skip_to("") == "]":
-            return
-        while True:
+        is_open = self._skip_to("") != "]"
+        while is_open:
             self._skip_to("")
             end = self._end_of_element()
             yield self.text[self.at : end]
             self.at, self.count = end, self.count + 1
-            if self._skip_to(",]") == "]":
-                return
-            self.at += 1
+            is_open = self._skip_to(",]") == ","
+            self.at += is_open
+        self.at += 1
+        if self._skip_blanks():
+            raise self._error("something follows the array: write each array to a separate file")
 
     def _read(self) -> None:
         """Append as much text as is held, so that no element is parsed often."""
@@ -268,15 +277,18 @@ class _ArrayReader:
             wanted -= len(found[-1])
         self.text = "".join(found)
 
-    def _skip_to(self, expected: str) -> str:
-        """Skip white space; the next character, one of those expected. Raises DataError."""
+    def _skip_blanks(self) -> str:
+        """Skip white space; the next character, or nothing at the end of the file."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
                 self.at += 1
             if self.at < len(self.text) or self.over:
-                break
+                return self.text[self.at : self.at + 1]
             self._read()
-        found = self.text[self.at : self.at + 1]
+
+    def _skip_to(self, expected: str) -> str:
+        """Skip white space; the next character, one of those expected. Raises DataError."""
+        found = self._skip_blanks()
         if found and (not expected or found in expected):
             return found
         names = " or ".join(map(repr, expected)) or "an element"
@@ -312,8 +324,8 @@ class _ArrayReader:
         return DataError(f"{self.path}, record {self.count + 1}: {problem}")
 
 
-def _parquet_chunks(file: BinaryIO, size: int, keys: Sequence[str]) -> Iterator[TextChunk]:
-    """Rows of a parquet file, each an object of the columns `keys`."""
+def _parquet_lines(file: BinaryIO, keys: Sequence[str]) -> Iterator[tuple[bytes, int]]:
+    """The rows of a parquet file, each an object of the columns `keys`."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -331,13 +343,11 @@ def _parquet_chunks(file: BinaryIO, size: int, keys: Sequence[str]) -> Iterator[
                     f"{file.name}: has no column {key!r}, but {', '.join(map(repr, names))}: name "
                     "the right one with --json-keys"
                 )
-        total, rows, position = os.fstat(file.fileno()).st_size, table.metadata.num_rows, 0
-        first = 0
-        for batch in table.iter_batches(batch_size=1024, columns=list(dict.fromkeys(keys))):
-            text = "".join(json.dumps(row, default=_text) + "\n" for row in batch.to_pylist())
-            end, cost = position + len(text), total * batch.num_rows // max(rows, 1)
-            yield TextChunk(file.name, position, end, cost, text.encode(), first)
-            position, first = end, first + batch.num_rows
+        total, rows = os.fstat(file.fileno()).st_size, table.metadata.num_rows
+        batches = table.iter_batches(ROWS_AT_ONCE, columns=list(dict.fromkeys(keys)))
+        decoded = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(decoded, 1):
+            yield (json.dumps(row, default=_text) + "\n").encode(), total * number // rows
     except pyarrow.ArrowException as error:
         raise DataError(
             f"{file.name}: cannot be read as parquet ({str(error).splitlines()[0]}): download or "

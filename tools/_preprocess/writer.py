@@ -34,7 +34,7 @@ def _sync(file: IO[Any]) -> None:
 
 
 class IndexedDatasetWriter:
-    """Writes one prefix. Nothing appears under the final names before `finish`; the index is
+    """Writes one prefix. Nothing appears under the final names before `publish`; the index is
     spooled, so memory stays bounded.
     """
 
@@ -69,12 +69,6 @@ class IndexedDatasetWriter:
         self.num_documents += len(sequences)
         self.num_tokens += len(tokens)
         self.empty_documents += int((np.asarray(sequences) == 0).sum())
-
-    def finish(self, sidecar: JsonObject) -> JsonObject:
-        """`complete`, then `publish`; returns the sidecar."""
-        complete = self.complete(sidecar)
-        self.publish()
-        return complete
 
     def complete(self, sidecar: JsonObject) -> JsonObject:
         """Complete the index and write the sidecar (given facts + counts, sizes, digests), durably

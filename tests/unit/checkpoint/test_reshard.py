@@ -83,7 +83,8 @@ def write_data(folder: Path) -> list[str]:
             tokens = rng.integers(0, 49, rng.integers(20, 120)).astype("u2")
             writer.add(tokens, np.array([len(tokens)]), np.array([1]))
         tokenizer = {"name": "none", "fingerprint": "0", "eod": 49}
-        writer.finish({"max_id": 48, "eod_count": 0, "tokenizer": tokenizer})
+        writer.complete({"max_id": 48, "eod_count": 0, "tokenizer": tokenizer})
+        writer.publish()
         prefixes.append(prefix)
     return prefixes
 

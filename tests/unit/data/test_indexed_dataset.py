@@ -27,7 +27,8 @@ def write(prefix: Path, documents: list[list[int]], dtype: str = "u2") -> str:
     for tokens in documents:
         lengths = np.array([len(tokens)] if tokens else [], int)
         writer.add(np.array(tokens, dtype), lengths, np.array([len(lengths)]))
-    writer.finish(FACTS)
+    writer.complete(FACTS)
+    writer.publish()
     return str(prefix)
 
 

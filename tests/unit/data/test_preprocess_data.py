@@ -288,6 +288,8 @@ def test_a_window_of_two_gigabytes(tmp_path):
         (b'[{"text": "1"}, {"text": }]', r"record 2: not JSON \(Expecting value\)"),
         (b'[{"text": "1"} {"text": "2"}]', r"record 2: not a JSON array \(found '{', expected ','"),
         (b'[{"text": "1"},', r"record 2: not a JSON array \(found the end of the file"),
+        (b'[{"text": "1"}]\n[{"text": "2"}]', r"record 2: something follows the array"),
+        (b'[ ] {"text": "2"}', r"record 1: something follows the array"),
         (b'[{"text": "1"}, 7]', r"record 2: no text under the key 'text'"),
         (b'[{"text": "1"}, {"text": "\xff"}]', r"record 2: not UTF-8|record 1: not UTF-8"),
         (b'{\n "text": "1"\n}\n', r"line 1: not JSON .*write each object on one line \(jq -c"),
@@ -333,9 +335,10 @@ def test_what_the_post_processor_adds_is_added_when_asked(tmp_path):
         run(path, tmp_path / "y", "--tokenizer-hf-include-special-tokens")
 
 
-def test_parquet(tmp_path):
+def test_parquet(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").Table.from_pylist
+    monkeypatch.setattr(tool, "SMALLEST_CHUNK", 700)
     (tmp_path / "plain").write_bytes(JSON_LINES)
     expected = bytes_of(tmp_path, tmp_path / "plain")
     path = tmp_path / "a"
@@ -345,6 +348,8 @@ def test_parquet(tmp_path):
     raw = [record | {"text": record["text"].encode()} for record in RECORDS]
     parquet.write_table(table(raw), path)
     assert bytes_of(tmp_path, path) == expected
+    sizes = [len(chunk.text) for chunk in text_files.chunks_of(str(path), 5000, ["text"])]
+    assert len(sizes) > 5 and max(sizes) < 6000  # whatever the length of rows
     with pytest.raises(UserError, match="has no column 'body', but 'text', 'id': name the right"):
         run(path, tmp_path / "y", "--json-keys", "body")
     parquet.write_table(table([*RECORDS, {"text": None}]), path)

@@ -32,7 +32,8 @@ def write(
     writer, ids = IndexedDatasetWriter(str(prefix), np.dtype(dtype)), np.concatenate(texts)
     writer.add(ids.astype(dtype), np.array([*map(len, texts)]), np.ones(len(texts), int))
     facts = {"max_id": int(ids.max()), "eod_count": int((ids == vocab_size).sum())}
-    writer.finish({**facts, "tokenizer": made, "text_bytes": text_bytes or len(ids)})
+    writer.complete({**facts, "tokenizer": made, "text_bytes": text_bytes or len(ids)})
+    writer.publish()
     if not sidecar:
         Path(f"{prefix}.json").unlink()
     return str(prefix)

@@ -79,6 +79,20 @@ def test_faults_are_named(folder: Path, tmp_path: Path, arguments: list, message
     assert not list(tmp_path.iterdir())
 
 
+def test_records_are_read_as_preprocessing_reads_them(folder: Path, tmp_path: Path):
+    """A list of texts, and a line that is not UTF-8 by the flag that the message names."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps({"text": TEXTS}).encode() + b'\n{"text": "\xff"}\n')
+    flags = "--input", path, "--vocab-size", 320, "--output-prefix", tmp_path / "spm"
+    refused = train(*flags)
+    assert refused.returncode == 2 and "a.jsonl, line 2: not UTF-8" in refused.stderr
+    assert "--invalid-text skip" in refused.stderr
+    done = train(*flags, "--invalid-text", "skip", "--json-keys", "text")
+    assert done.returncode == 0, done.stderr
+    expected = folder / "out/texts.jsonl.model"
+    assert (tmp_path / "spm.model").read_bytes() == expected.read_bytes()
+
+
 def test_shakespeare_documents_hold_the_whole_text(tmp_path: Path):
     spec = importlib.util.spec_from_file_location("shakespeare", ROOT / "scripts/shakespeare.py")
     shakespeare = importlib.util.module_from_spec(spec)
