@@ -48,7 +48,7 @@ def main(path: str) -> int:
     config = Config(
         model=ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4),
         data=DataConfig(mock_data=True, vocab_size=256, seq_length=64),
-        training=TrainingConfig(micro_batch_size=8, global_batch_size=8, train_iters=50),
+        training=TrainingConfig(micro_batch_size=4, global_batch_size=8, train_iters=50),
         optimizer=OptimizerConfig(lr=1e-2, lr_decay_style="cosine", lr_warmup_iters=5),
         evaluation=EvaluationConfig(eval_iters=0),
         logging=LoggingConfig(log_interval=10),

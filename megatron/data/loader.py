@@ -137,6 +137,25 @@ class FileReader:
 
 
 @dataclass(frozen=True)
+class _ProgramReader:
+    """A program's reader, continued by the data history; ids are compared with the vocabulary."""
+
+    reader: PythonReader
+    blend: Blend
+    vocab_size: int
+
+    def windows(self, sample: np.ndarray) -> np.ndarray:
+        windows = self.reader.windows(self.blend.locate(sample)[1])
+        foreign = windows[(windows < 0) | (windows >= self.vocab_size)]
+        if len(foreign):
+            raise DataError(
+                f"{type(self.reader).__name__}: token id {foreign[0]} lies outside the vocabulary "
+                f"of {self.vocab_size}: correct the reader, or set a larger vocab_size"
+            )
+        return windows
+
+
+@dataclass(frozen=True)
 class MockReader:
     """Computed tokens that a model can learn: documents of 100 tokens, each an arithmetic
     progression modulo the vocabulary without the end-of-document id, with a small step and a skewed
@@ -349,7 +368,7 @@ def build_data(
     evaluate = config.evaluation.eval_iters > 0
     if config.data.mock_data:
         data = _mock_data(config, tokenizer, evaluate)
-        return data if reader is None else _read_by(data, reader, history, consumed)
+        return data if reader is None else _read_by(data, reader, tokenizer, history, consumed)
     if reader is not None:
         raise DataError("a reader takes the place of computed data; set mock_data=True")
 
@@ -385,6 +404,11 @@ def _blended(
     opener: _Opener, streams: list[TokenStream], history: JsonObject | None, consumed: int
 ) -> tuple[Source, JsonObject]:
     """The training samples and the continued data history."""
+    # the same sources named in another order are the blend that the run was reading
+    last = history["segments"][-1]["sources"] if history and history["segments"] else []
+    ids = [source["id"] for source in last]
+    if set(ids) == {stream.identity for stream in streams}:
+        streams = sorted(streams, key=lambda stream: ids.index(stream.identity))
     names = [stream.dataset.prefix for stream in streams]
     shares = quotas([stream.weight for stream in streams], names)
     entries = [
@@ -423,11 +447,14 @@ def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:
     return Data(train, validation, test, {"segments": []}, notes)
 
 
-def _read_by(data: Data, reader: PythonReader, history: JsonObject | None, consumed: int) -> Data:
+def _read_by(
+    data: Data, reader: PythonReader, tokenizer: Any, history: JsonObject | None, consumed: int
+) -> Data:
     """The data with the samples of a program for training; evaluation stays on computed tokens."""
     name = type(reader).__name__
     entry = {"id": reader.identity, "content": reader.identity, "name": name, "share": PATTERN}
-    history, _, changes = extend_history(history, consumed, [entry])
+    history, blend, changes = extend_history(history, consumed, [entry])
     evaluated = [f"evaluation on {note}" for note in data.notes if data.valid]
     notes = [f"train: {name}, a reader in Python ({reader.identity})", *evaluated, *changes]
-    return replace(data, train=replace(data.train, reader=reader), history=history, notes=notes)
+    train = replace(data.train, reader=_ProgramReader(reader, blend, tokenizer.vocab_size))
+    return replace(data, train=train, history=history, notes=notes)

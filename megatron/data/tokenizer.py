@@ -290,11 +290,15 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
     model = importlib.import_module("tiktoken").Encoding(
         path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
+    # cl100k_base skips the id before its end of document: an id without a token is no text
+    known = {*ranks.values(), *special.values()}
 
     def encode(texts: list[str]) -> Encoded:
         return _joined(model.encode_ordinary_batch(texts, num_threads=1))
 
-    return Tokenizer(model.n_vocab, eod, encode, model.decode)
+    return Tokenizer(
+        model.n_vocab, eod, encode, lambda ids: model.decode([k for k in ids if k in known])
+    )
 
 
 def _published_ranks(path: Path, eod: int | None = None) -> dict[bytes, int]:

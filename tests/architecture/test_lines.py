@@ -11,7 +11,7 @@ LINES = {
     "kernels": 8925,
     "megatron/checkpoint": 4386,
     "megatron/config": 4733,
-    "megatron/data": 1421,
+    "megatron/data": 1452,
     "megatron/distributed": 2314,
     "megatron/model": 6088,
     "megatron/observe": 1163,

@@ -108,9 +108,12 @@ def test_a_custom_optimizer_under_zero_3(tmp_path: Path):
     assert sharded == losses(start(command, tmp_path, *more))
 
 
-def test_a_custom_data_source(tmp_path: Path):
-    """Bytes of English text have less entropy than 256 ids at random: 5.55 nats."""
-    found = losses(start(commands("custom_data")[0], tmp_path))
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_custom_data_source(tmp_path: Path, number: int):
+    """On one rank and on two. Bytes of English text have less entropy than 256 ids at random: 5.55
+    nats.
+    """
+    found = losses(start(commands("custom_data")[number], tmp_path))
     assert len(found) == 5 and found[-1] < 4
 
 

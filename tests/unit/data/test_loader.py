@@ -186,6 +186,47 @@ def test_a_changed_blend_continues_each_source(tmp_path):
     assert torch.equal(same.tokens, later.train.batch(150, 20).tokens)
 
 
+@pytest.mark.parametrize("weights", ["1 1 1", "3 7 1"])
+def test_sources_named_in_another_order_continue_the_blend(tmp_path, weights):
+    files = [make(tmp_path / name, 200, seed) for seed, name in enumerate("abc")]
+    pairs = list(zip(weights.split(), files))
+    first, later = [word for pair in pairs for word in pair], [*pairs[2], *pairs[0], *pairs[1]]
+    whole = train_on(*first)
+    resumed = train_on(*later, history=json.loads(json.dumps(whole.history)), consumed=101)
+    assert resumed.history == whole.history
+    assert torch.equal(resumed.train.batch(101, 50).tokens, whole.train.batch(101, 50).tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """A reader of a program: every token is the number of its sample."""
+
+    identity: str
+
+    def windows(self, sample: np.ndarray) -> np.ndarray:
+        return np.repeat(sample[:, None], 17, axis=1)
+
+
+def test_samples_of_a_program_continue_and_are_checked():
+    """As those of files: another reader begins at its first sample, and one that is taken up again
+    at its next.
+    """
+    settings, history = config(mock_data=True, eval_iters=0), None
+    tokenizer = build_tokenizer(settings.data)
+    for name, consumed, first in (
+        ("first", 0, 0),
+        ("first", 20, 20),
+        ("other", 40, 0),
+        ("first", 60, 40),
+    ):
+        data = build_data(settings, tokenizer, history, consumed, Numbers(name))
+        assert data.train.batch(consumed, 3).tokens[:, 0].tolist() == [first, first + 1, first + 2]
+        history = json.loads(json.dumps(data.history))
+    assert "blend changed at sample 60: Numbers continues at its sample 40" in data.notes
+    with pytest.raises(DataError, match="Numbers: token id 501 lies outside the vocabulary of 501"):
+        data.train.batch(60 + VOCAB - 40, 2)
+
+
 def test_eod_masks_and_resets(tmp_path):
     prefix = make(tmp_path / "x", 300)
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}

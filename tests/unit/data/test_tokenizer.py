@@ -131,6 +131,7 @@ def test_tiktoken(files):
     tokenizer = build("TikTokenizer", files, "r50k_base.tiktoken")
     assert tokenizer.encode("the in the") == [257, 32, 259, 258]
     assert (tokenizer.eod, tokenizer.vocab_size) == (50256, 50257)
+    assert tokenizer.decode([257, 300, 32]) == "the "  # ids 260 to 50255 have no token here
     assert [tokenizer.decode(tokenizer.encode(text)) for text in TEXTS] == TEXTS
     (files / "mine.tiktoken").write_bytes((files / "r50k_base.tiktoken").read_bytes())
     with pytest.raises(ValueError, match="mine.tiktoken: .*keep its published name"):
