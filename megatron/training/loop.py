@@ -174,7 +174,7 @@ def evaluate_all(run: Run, split: str) -> bool:
         sizes = [source.bytes_per_token for source in sources.values()]
         size = None if None in sizes else blended(sources, sizes)
         _log_evaluation(run, split, None, blended(sources, losses), size)
-    if split == "validation" and run.config.logging.log_sample_text:
+    if split == "validation" and sources and run.config.logging.log_sample_text:
         _show_sample(run)
     return True
 

@@ -377,14 +377,15 @@ def _initialize_or_load(run: Run) -> None:
 
 def _train_and_evaluate(run: Run) -> int:
     """Train and evaluate as the flags ask for; the exit code."""
-    # 1. Validation that is due before training.
-    skip_train = run.config.evaluation.skip_train
+    # 1. Validation that is due before training. A signal cuts an evaluation short; all ranks agreed
+    # on it, and it is due again in the next start.
+    skip_train, is_evaluated = run.config.evaluation.skip_train, True
     if skip_train or run.progress.evaluation_due:
-        evaluate_all(run, "validation")
+        is_evaluated = evaluate_all(run, "validation")
 
     # 2. Training.
     ended = Exit(COMPLETE, 0)
-    if not skip_train:
+    if is_evaluated and not skip_train:
         try:
             ended = train(run)
         except NonFiniteError as error:
@@ -395,10 +396,9 @@ def _train_and_evaluate(run: Run) -> int:
             return 1
         logger.info(f" {ended.reason}: exiting at iteration {run.progress.iteration}")
 
-    # 3. The test split. A signal cuts an evaluation short; all ranks agreed on it.
+    # 3. The test split.
     if ended.reason == COMPLETE:
-        is_cut = skip_train and run.progress.evaluation_due
-        if is_cut or not evaluate_all(run, "test"):
+        if not is_evaluated or not evaluate_all(run, "test"):
             ended = run.exits.check(run.progress.iteration)
             logger.info(
                 f" {ended.reason}: exiting at iteration {run.progress.iteration}; the evaluation "

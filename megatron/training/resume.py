@@ -160,8 +160,8 @@ def changed_fields(
         # run of the same model.
         if rule.refused or (rule.weightless and not rotary):
             found.append(Change(each.text, None))
-        # 3. What later steps see. An evaluation has no batches of training.
-        elif rule.accept == "batch" and config.evaluation.skip_train:
+        # 3. What later steps see. An evaluation has no batches of training and none of their order.
+        elif rule.accept in ("batch", "seed") and config.evaluation.skip_train:
             continue
         elif rule.accept and takes_run:
             found.append(Change(f"{each.text}; {rule.what} would change", rule.accept))

@@ -193,11 +193,14 @@ def test_a_save_in_the_background_changes_nothing(tmp_path):
 
 
 def test_a_signal_during_evaluation(tmp_path, monkeypatch, whole):
-    """The evaluation is cut short, the run saved; the next start makes up for it."""
-    monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, after=1))
-    run(tmp_path, code=85)
-    assert newest(tmp_path) == "iter_0000004"
-    monkeypatch.undo()
+    """The evaluation is cut short, the run saved; the next start makes up for it before it trains,
+    and where that is cut short, too, the start after it.
+    """
+    for _ in range(2):
+        monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, after=1))
+        run(tmp_path, code=85)
+        assert newest(tmp_path) == "iter_0000004"
+        monkeypatch.undo()
     # there is nothing to evaluate any more
     assert start(f"--load {tmp_path} --eval-iters 0 --skip-train") == 0
     assert run(tmp_path) == whole[1]
@@ -244,6 +247,18 @@ def test_a_signal_during_skip_train(monkeypatch, capsys):
         "SIGTERM received: exiting at iteration 0; the evaluation is incomplete"
     )
     assert "validation loss" not in output and "saving" not in output
+
+
+def test_an_evaluation_of_test_data_alone_writes_no_sample(monkeypatch, capsys):
+    build = prepare.build_data
+
+    def without_validation(*arguments):
+        return dataclasses.replace(build(*arguments), valid={})
+
+    monkeypatch.setattr(prepare, "build_data", without_validation)
+    assert start("--skip-train --log-sample-text 3") == 0
+    shown = capsys.readouterr().out
+    assert "test loss at iteration 0" in shown and "sample text" not in shown
 
 
 def test_a_signal_during_the_test_split(tmp_path, monkeypatch, capsys):
