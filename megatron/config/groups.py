@@ -136,7 +136,7 @@ class DataConfig:
     eod_mask_loss: bool = flag(False, change=OBJECTIVE)
     """Take no loss at end-of-document tokens."""
     check_data: bool = flag(False, idle_without="mock_data=False")
-    """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
+    """Scan all data files first, on rank 0 (raise --distributed-timeout-minutes for terabytes)."""
     tokenizer_type: TokenizerType | None = flag(change=TOKENIZER)
     """Kind of tokenizer."""
     tokenizer_model: str | None = flag(idle_without=MODEL_FILE, change=TOKENIZER_FILE)
