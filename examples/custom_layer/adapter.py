@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import pretrain_gpt
 from megatron.config.groups import ModelConfig
 from megatron.model.gpt import GPTModel
-from megatron.model.layer import MicroBatch, TransformerLayer
+from megatron.model.layer import MicroBatch, TransformerLayer, WithScalars
 from megatron.model.model_parallel import ModelParallel
 from megatron.model.spec import declare_grad_sum
 
@@ -38,8 +38,10 @@ class AdaptedLayer(TransformerLayer):
         # to its part of the sequence, so gradients are summed over the ranks.
         declare_grad_sum(self.adapter, parallel.tp.sequence)
 
-    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:
         y = super().forward(x, micro)
+        if isinstance(y, WithScalars):  # a layer with experts, in training
+            return y._replace(output=y.output + self.adapter(y.output))
         return y + self.adapter(y)
 
 

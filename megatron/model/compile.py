@@ -35,12 +35,12 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
 
     Layers of one kind share a graph, which is made at the first forward pass. torch.compile raises
     there if it cannot trace a layer whole, or needs more than GRAPHS graphs (more where layers
-    differ in windows or positions); UserError where there is no compiler.
+    differ in windows, positions or --freeze); UserError where there is no compiler.
     """
     _find_compiler(device)
     torch._dynamo.reset()  # graphs of another model in this process would count, too
     layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
-    kinds = {layer.record for layer in layers}
+    kinds = {(layer.record, next(layer.parameters()).requires_grad) for layer in layers}
     torch._dynamo.config.recompile_limit = max(GRAPHS, MODES * len(kinds))
     for layer in layers:
         _prepare(layer, device)

@@ -204,10 +204,11 @@ class TiledMLP(MLP):
 
     It keeps its input alone: the backward pass makes fc1's GEMM and the activation of a piece again
     and differentiates that piece, the last one first, before it turns to the next (autograd runs
-    what was recorded last first). So tensors as wide as f never exist for more than a piece. Weight
-    gradients add up in main_grad piece by piece. The outputs of norms are made again too, since
-    they are as large as the input of a layer. Under SP a piece is gathered from the pieces of all
-    ranks: rows are independent, and the reduce-scatter hands each rank its own rows back.
+    what was recorded last first). So tensors as wide as f never exist for more than a piece, but
+    for what a split backward pass keeps for weight gradients, which add up in main_grad piece by
+    piece. The outputs of norms are made again too, since they are as large as the input of a layer.
+    Under SP a piece is gathered from the pieces of all ranks: rows are independent, and the
+    reduce-scatter hands each rank its own rows back.
     """
 
     def __init__(self, config: ModelConfig, name: str, tp: TensorParallel = NO_TP):

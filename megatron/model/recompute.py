@@ -97,7 +97,7 @@ def kept_inputs(choice: LayerRecompute, model: ModelConfig) -> frozenset[str]:
     again = choice.modules | always_rebuilt(model)
     return frozenset(INSIDE) - {
         *(["qkv_linear", "mlp_fc1"] if "layernorm" in again else []),
-        *(["core_attn"] if {"qkv", "core_attn"} <= again else []),
+        *(["core_attn"] if "core_attn" in again and again & {"qkv", "mla_up_proj"} else []),
         *(["attn_proj"] if "core_attn" in again else []),
         *(["mlp_act"] if "mlp" in again else []),
         *(["mlp_fc2"] if again & {"mlp", "mlp_act"} else []),

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+# modules that are parts of others, which recompute them as well
+WITHIN = {"mla_up_proj": "qkv", "mlp_act": "mlp", "moe_act": "moe"}
 Function = Callable[..., Any]  # of tensors: a tensor, or several
 
 
@@ -170,7 +172,7 @@ class RecomputeContext:
         self._replace(layer, "forward", self._intercepted)
         for module in layer.modules():
             for name, method in getattr(module, "recomputable", {}).items():
-                if name in modules:
+                if name in modules and WITHIN.get(name) not in modules:
                     self._replace(module, method, self._recomputed)
         for norm in norms if "layernorm" in modules else ():
             self._replace(norm, "forward", self._discarding)
@@ -202,13 +204,9 @@ class RecomputeContext:
             if self.results is None:
                 return call(*inputs)
             recomputation = self._computation(call, inputs)
-            # Nothing inside is a separate choice: its hooks are replaced by those that drop.
-            results, self.results = self.results, None
-            try:
-                with saved_tensors_hooks(recomputation.drop, unpack):
-                    y = call(*inputs)
-            finally:
-                self.results = results
+            # What is saved inside is dropped.
+            with saved_tensors_hooks(recomputation.drop, unpack):
+                y = call(*inputs)
             self._mark(recomputation, y)
             return y
 

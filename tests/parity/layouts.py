@@ -205,6 +205,8 @@ mla-dropout: LLAMA_DROPOUT {LATENT} --v-head-dim 12
 mla-documents: MLA_DEEP DOCUMENTS --window-size 6
 mla-up: MLA_DEEP SELECTIVE mla_up_proj core_attn layernorm
 mla-qkv: MLA SELECTIVE qkv
+# what the layer in the middle computes again while its other pass is in a pair with it
+mla-odd: MLA_DEEP {EXPERTS} BY_SAMPLE --num-layers 3 SELECTIVE qkv mla_up_proj
 mla-full: MLA_DEEP FULL --normalization LayerNorm
 # biases in the output projection, no norms of the latents
 mla-bias: NO_DROPOUT {LATENT} --q-lora-rank 24 --no-qk-layernorm --position-embedding-type rope
@@ -465,6 +467,7 @@ mla-documents: tp2 sp, cp2 tp2 sp, cp2 p2p
 mla-up: tp2 sp, cp2 a2a, dp2 zero3, pp2 zero-bubble tp2 sp
 mla-qkv: tp2 sp, dp2 zero2, pp2 zero-bubble-v dp2
 mla-moe: dp2 ep2, tp2 sp etp1 ep2
+mla-odd: dp2 ep2 paired
 mla-graphs: dp2
 bf16 mla: tp2 sp, pp2 zero-bubble tp2 sp
 layer-kinds: cp2, cp2 p2p, cp2 a2a, pp2 zero-bubble-v

@@ -77,14 +77,23 @@ def test_pretraining_continues_in_another_layout(tmp_path: Path):
     assert "rank 1 of 2 holds" in shown
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_custom_layer(tmp_path: Path, ranks: int):
-    """It trains, on two tensor-parallel ranks too, and its weights are in the checkpoint."""
+@pytest.mark.parametrize(
+    "ranks, more",
+    [
+        (1, ""),
+        pytest.param(1, "--num-experts 4 --disable-bias-linear", marks=pytest.mark.full),
+        pytest.param(2, "", marks=pytest.mark.full),
+    ],
+)
+def test_a_custom_layer(tmp_path: Path, ranks: int, more: str):
+    """It trains, with experts and on two tensor-parallel ranks too, and its weights are in the
+    checkpoint.
+    """
     (command,) = commands("custom_layer")
     if ranks == 1:
         command = re.sub("torchrun --nproc-per-node 2", "python", command)
         command = re.sub("--tensor-model-parallel-size 2 --sequence-parallel", "", command)
-    found = losses(start(command, tmp_path, "--save", str(tmp_path / "run")))
+    found = losses(start(command, tmp_path, *more.split(), "--save", str(tmp_path / "run")))
     assert len(found) == 4 and found[-1] < found[0]
     names = tensors(tmp_path / "run")
     assert {"layers.0.adapter.down.weight", "layers.1.adapter.up.weight"} <= names

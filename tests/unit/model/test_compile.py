@@ -65,6 +65,13 @@ def test_recomputation_compiles_a_third_mode(monkeypatch, capsys):
     assert graphs(monkeypatch, 2, "--hidden-dropout", "0.1", *recompute) == compile.GRAPHS
 
 
+@pytest.mark.full
+def test_frozen_layers_are_a_kind(monkeypatch, capsys):
+    """The first layer, two in the middle and the last."""
+    flags = "--recompute-granularity full --freeze embedding,layers.0-1"
+    assert graphs(monkeypatch, 2, *flags.split()) == 4 * compile.MODES
+
+
 def micro_batch(model: GPTModel) -> MicroBatch:
     ids, positions = torch.zeros(B, S, dtype=torch.int64), torch.arange(S).expand(B, S)
     batch = (ids, ids, torch.ones(B, S), positions, torch.tensor([3, 8]))

@@ -12,7 +12,8 @@ from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
 from unit.recomputed_flops import flops_again
 from unit.storages import Storages, no_collector
 
-from megatron.model.recompute import WHOLE, LayerRecompute, stage_recompute
+from megatron.config.groups import TrainingConfig
+from megatron.model.recompute import WHOLE, LayerRecompute, stage_offload, stage_recompute
 from megatron.model.recompute_context import RecomputeContext
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind
@@ -158,3 +159,15 @@ def test_the_choice_of_each_layer():
     assert stage_recompute(block, range(4, 7)) == [WHOLE, WHOLE, LayerRecompute()]
     assert stage_recompute(block, range(1)) == [WHOLE]
     assert stage_recompute(block, range(0)) == []
+
+
+@pytest.mark.parametrize("modules", ["qkv+core_attn", "mla_up_proj+core_attn"])
+def test_layers_without_inputs_to_offload_are_no_part_of_the_fraction(modules):
+    training = TrainingConfig(
+        recompute_layers=(f"{modules}*4", "none*4"),
+        activation_offload=True,
+        offload_modules=("core_attn",),
+        activation_offload_fraction=0.5,
+    )
+    going = stage_offload(training, CONFIGS["gqa-swiglu"], range(8))
+    assert [index for index, inputs in enumerate(going) if inputs] == [4, 5]
