@@ -14,16 +14,18 @@ MULTIPLE = 16
 
 class LinearShape(NamedTuple):
     """A linear layer of the whole model: its name in a transformer layer, outputs and inputs.
-    `split`: the dimension of its weight [outputs, inputs] that tensor-parallel ranks share.
+    `split`: the dimension of its weight [outputs, inputs] that tensor-parallel ranks share;
+    `parts`: of its outputs, each shared by itself.
     """
 
     name: str
     outputs: int
     inputs: int
     split: int
+    parts: int = 1
 
     def on_rank(self, tp: int) -> tuple[int, int]:
-        """Outputs and inputs that one of `ranks` tensor-parallel ranks holds."""
+        """Outputs and inputs that one of `tp` tensor-parallel ranks holds."""
         sizes = [self.outputs, self.inputs]
         sizes[self.split] //= tp
         return sizes[0], sizes[1]
@@ -33,11 +35,11 @@ def linear_shapes(model: ModelConfig) -> tuple[LinearShape, ...]:
     """Those of a transformer layer."""
     h, f, d = model.hidden_size, model.ffn_hidden_size, model.kv_channels
     q = d * model.num_attention_heads
-    fused = f * (2 if model.activation in GATED else 1)
+    parts = 2 if model.activation in GATED else 1  # gate and up
     return (
         LinearShape("attention.qkv", q + 2 * d * model.num_query_groups, h, 0),
         LinearShape("attention.proj", h, q, 1),
-        LinearShape("mlp.fc1", fused, h, 0),
+        LinearShape("mlp.fc1", parts * f, h, 0, parts),
         LinearShape("mlp.fc2", h, f, 1),
     )
 

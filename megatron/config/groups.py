@@ -517,7 +517,8 @@ class DistributedConfig:
     overlap_param_gather: bool = flag(True, idle_without="zero_stage>0")
     """ZeRO: gather the weights of the next layers during computation."""
     grad_reduce_in_bf16: bool = flag(False, idle_without="replicas>1", change=STEPS)
-    """Send gradients in bf16; accumulation is unchanged. Gloo sums in fp32, NCCL in bf16."""
+    """Send gradients in bf16, but for sums over the copies of --zero-shard-size; accumulation is
+    unchanged. Gloo sums in fp32, NCCL in bf16."""
     use_tp_pp_dp_mapping: bool = flag(False, idle_without=PIPELINE)
     """Number the ranks tp, cp, pp, dp instead of tp, cp, dp, pp (fastest first)."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag(

@@ -141,19 +141,18 @@ num_experts activation_offload offload_modules=mlp_fc1,mlp_act,mlp_fc2:
     @offload_modules: activations of experts (mlp_fc1, mlp_act, mlp_fc2) are not offloaded; drop
     these, or recompute them with --recompute-modules moe_act
 # recomputation
-recompute_modules=moe num_experts=None:
-    @recompute_modules: moe is a part of --num-experts, which is not set; give mlp
-layer_parts=moe num_experts=None:
-    @recompute_layers: moe is a part of --num-experts, which is not set; give mlp
-recompute_modules=moe_act num_experts=None:
-    @recompute_modules: moe_act is a part of --num-experts, which is not set; give mlp_act
-layer_parts=moe_act num_experts=None:
-    @recompute_layers: moe_act is a part of --num-experts, which is not set; give mlp_act
+recompute_modules=moe,moe_act num_experts=None:
+    @recompute_modules: moe and moe_act need --num-experts; give mlp or mlp_act
+layer_parts=moe,moe_act num_experts=None:
+    @recompute_layers: moe and moe_act need --num-experts; give mlp or mlp_act
+recompute_modules=mlp,mlp_act num_experts moe_layer_freq=1 moe_shared_expert_intermediate_size=None:
+    @recompute_modules: mlp and mlp_act need a dense MLP, which no layer has; give moe or moe_act
+layer_parts=mlp,mlp_act num_experts moe_layer_freq=1 moe_shared_expert_intermediate_size=None:
+    @recompute_layers: mlp and mlp_act need a dense MLP, which no layer has; give moe or moe_act
 recompute_modules=mla_up_proj multi_latent_attention=False:
-    @recompute_modules: mla_up_proj is a part of --multi-latent-attention, which is not set;
-    give qkv
+    @recompute_modules: mla_up_proj needs --multi-latent-attention; give qkv
 layer_parts=mla_up_proj multi_latent_attention=False:
-    @recompute_layers: mla_up_proj is a part of --multi-latent-attention, which is not set; give qkv
+    @recompute_layers: mla_up_proj needs --multi-latent-attention; give qkv
 # activations on the host
 activation_offload torch_compile recompute_granularity!=full|recompute_method=block:
     --activation-offload: is not supported with --torch-compile, which fixes what a layer keeps;

@@ -306,11 +306,13 @@ def _fp8(run: RunView) -> Faults:
             "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16"
         )
     for each in wide:
-        for size, what in zip(each.on_rank(run.tp), ("outputs", "inputs"), strict=True):
-            if size % unit:
+        # the parts on a rank are shorter than in one process, and no block holds rows of two
+        units = unit * (each.parts if unit == BLOCK else 1), unit
+        for size, least, what in zip(each.on_rank(run.tp), units, ("outputs", "inputs")):
+            if size % least:
                 yield (
                     f"@fp8_format: {each.name} has {size} {what} on each tensor-parallel rank, and "
-                    f"@fp8_recipe needs a multiple of {unit}; change "
+                    f"@fp8_recipe needs a multiple of {least}; change "
                     "--tensor-model-parallel-size or the width"
                 )
     if run.num_query_groups < run.tp and any(each.name == "attention.qkv" for each in wide):

@@ -64,7 +64,7 @@ class ParamSchedule:
                 (opt.lr_decay_iters or 0) - (opt.lr_wsd_decay_iters or 0), config
             )
         else:
-            run, decay = training.train_samples, opt.lr_decay_samples
+            run, decay = training.train_samples, opt.lr_decay_samples or training.train_samples
             warmup, wsd_decay = opt.lr_warmup_samples, opt.lr_wsd_decay_samples or 0
         if opt.lr_warmup_fraction is not None:
             warmup = opt.lr_warmup_fraction * decay

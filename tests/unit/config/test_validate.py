@@ -122,11 +122,11 @@ RULES = """
 --recompute-granularity full --recompute-method block
     --recompute-method block: set --recompute-num-layers
 --recompute-granularity selective --recompute-modules mla_up_proj
-    mla_up_proj is a part of --multi-latent-attention, which is not set; give qkv
+    mla_up_proj needs --multi-latent-attention; give qkv
 --recompute-layers mlp+full*2
     'full' is none of none, full, core_attn
 --recompute-layers moe*2
-    --recompute-layers moe*2: moe is a part of --num-experts, which is not set; give mlp
+    --recompute-layers moe*2: moe and moe_act need --num-experts; give mlp or mlp_act
 --recompute-layers none*3
     --recompute-layers none*3: covers 3 layers, not --num-layers 2
 4 --tensor-model-parallel-size 4 --checkpoint-activations --hidden-size 34 --micro-batch-size 1 \
@@ -208,7 +208,12 @@ multiple of it; the nearest that fits is 3
 2 --num-experts 1 --expert-model-parallel-size 2
     --expert-model-parallel-size 2: has no effect without --num-experts
 --recompute-granularity selective --recompute-modules moe
-    --recompute-modules moe: moe is a part of --num-experts, which is not set; give mlp
+    --recompute-modules moe: moe and moe_act need --num-experts; give mlp or mlp_act
+@experts --recompute-granularity selective --recompute-modules layernorm mlp_act
+    --recompute-modules layernorm mlp_act: mlp and mlp_act need a dense MLP
+@experts --recompute-layers mlp+qkv none
+    --recompute-layers mlp+qkv none: mlp and mlp_act need a dense MLP
+@experts --recompute-layers mlp none --moe-shared-expert-intermediate-size 64
 
 # latent attention
 @latent --rope-type rope --position-embedding-type yarn
@@ -223,6 +228,8 @@ multiple of it; the nearest that fits is 3
     channels rotate in pairs; give 8
 @latent --v-head-dim 193
     must be at most 192, the channels of a key
+@latent --latent-norm-epsilon 1e-6
+    --latent-norm-epsilon 1e-06: has no effect without --qk-layernorm; remove it or set
 
 # ZeRO
 8 --zero-stage 1 --zero-shard-size 3
@@ -254,6 +261,11 @@ multiple of it; the nearest that fits is 3
 --ffn-hidden-size 384 --tensor-model-parallel-size 2
     mlp.fc1 has 192 outputs on each tensor-parallel rank
     mlp.fc2 has 192 inputs on each tensor-parallel rank
+# one of its three blocks would have rows of gate and of up
+2 --fp8-format e4m3 --fp8-min-width 512 --fp8-recipe blockwise --no-fp8-wgrad --hidden-size 512 \
+--ffn-hidden-size 384 --swiglu --tensor-model-parallel-size 2
+    mlp.fc1 has 384 outputs on each tensor-parallel rank, and --fp8-recipe blockwise needs a \
+multiple of 256
 2 --fp8-format e4m3 --fp8-min-width 64 --fp8-recipe blockwise --hidden-size 256 \
 --ffn-hidden-size 512 --seq-length 256 --context-parallel-size 2
     blocks of tokens would hold other tokens than in one process; set --no-fp8-wgrad

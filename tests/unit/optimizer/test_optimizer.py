@@ -153,7 +153,9 @@ def test_what_a_checkpoint_keeps_of_a_schedule():
     """Nothing of --decoupled-lr where it is not given, as before there was one."""
     one, two = schedule(), schedule(decoupled_lr=1e-3)
     assert two.state().keys() - one.state().keys() == {"decoupled_max_lr", "decoupled_min_lr"}
-    for each in (one, two):
+    constant = OptimizerConfig(lr=1e-3, lr_decay_style="constant", lr_decay_iters=50)
+    by_samples = Config(training=TrainingConfig(train_samples=400), optimizer=constant)
+    for each in (one, two, ParamSchedule.of(by_samples)):
         assert ParamSchedule(**each.state()) == each
 
 

@@ -192,7 +192,7 @@ def test_nothing_fits():
         ),
         ("--recompute full", "--recompute full: auto chooses; give --recompute-granularity full"),
         ("--recompute-layers all*3", "--recompute-layers: 'all*3': 'all' is none of none, full"),
-        ("--recompute-layers layernorm+moe*3", "moe is a part of --num-experts, which is not set"),
+        ("--recompute-layers layernorm+moe*3", "moe and moe_act need --num-experts"),
         (
             "--recompute auto --memory-budget 3 --cuda-graphs",
             "--cuda-graphs: is not supported with --recompute auto",
