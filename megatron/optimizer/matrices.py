@@ -23,7 +23,6 @@ from megatron.optimizer.optimizer import MASTER, Optimizer, Scalars
 from megatron.optimizer.update import StepScalars, UpdateRule
 from megatron.parallel.blocks import Block, BufferEntry, Segment, padded
 
-MOMENTUM = "exp_avg"  # the state that holds it
 MatrixPart = tuple[Box, Tensor, Tensor, Tensor]  # and its momentum, weights and gradients
 
 
@@ -89,7 +88,8 @@ class MatrixOptimizer(Optimizer):
         # What this rank updates of each matrix.
         own: dict[str, list[MatrixPart]] = defaultdict(list)
         tensors = self.states[block]
-        buffers = tensors[MOMENTUM], tensors[MASTER], block.grad_shard
+        # the first state is the momentum, of Adam and of SGD
+        buffers = tensors[self.state_names[0]], tensors[MASTER], block.grad_shard
         for held in zip(*map(block.boxes, buffers), strict=True):
             part, _ = held[0]
             momentum, weight, gradient = (part.view(view) for _, view in held)

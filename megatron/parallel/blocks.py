@@ -97,6 +97,7 @@ class BufferLayout:
     # (where it ends, whose tensors lie there), one after the other
     ranges: tuple[tuple[int, ParamGroup], ...]
     size: int  # with padding
+    is_copied: bool  # a tied matrix, which the other end of the pipeline holds too
 
     @cached_property
     def cleared(self) -> list[tuple[int, int]]:
@@ -458,7 +459,8 @@ def lay_out_blocks(model: GPTModel, groups: Groups) -> list[BufferLayout]:
             members = [each for each in ordered if each.spec.group == group]
             # every rank keeps all of what is not trained
             parts = 1 if group == UNTRAINED else groups.buffers[group].replicas.size
-            layouts.append(_lay_out(model, unit_name, group, members, parts))
+            copied = unit.of_vocabulary and groups.tied.size > 1
+            layouts.append(_lay_out(model, unit_name, group, members, parts, copied))
     return layouts
 
 
@@ -477,7 +479,7 @@ def _in_buffer_order(own: list[_Declared]) -> list[_Declared]:
 
 
 def _lay_out(
-    model: GPTModel, unit: str, group: str, members: list[_Declared], parts: int
+    model: GPTModel, unit: str, group: str, members: list[_Declared], parts: int, copied: bool
 ) -> BufferLayout:
     """The buffer of a unit's parameters that one group holds, in `parts` equal slices."""
     entries, end, late_end = [], 0, 0
@@ -495,7 +497,7 @@ def _lay_out(
     size = padded(end, parts)
     ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
     name = unit if group == "dense" else f"{unit} ({group})"
-    return BufferLayout(name, unit, group, tuple(entries), late_end, tuple(ranges), size)
+    return BufferLayout(name, unit, group, tuple(entries), late_end, tuple(ranges), size, copied)
 
 
 def build_blocks(
@@ -522,9 +524,7 @@ def build_blocks(
     trained = [
         training and layout.unit not in frozen and layout.group != UNTRAINED for layout in layouts
     ]
-    sizes = [layout.size * train for layout, train in zip(layouts, trained)]
-    fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
-    on_host = on_host_of(sizes, fraction)
+    on_host = on_host_of(layouts, trained, optimizer)
 
     # 2. The buffers.
     wide = accumulation_dtype(model.dtype)
@@ -563,11 +563,18 @@ def build_run_blocks(
     return build_blocks(model, device, groups, distributed, optimizer, frozen=frozen, make=make)
 
 
-def on_host_of(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Which blocks, of these sizes and in the order of the forward pass, are stepped on the host so
-    that they hold about `fraction` of all elements: the last ones, which have the most time until
-    they are needed. Frozen ones have no elements.
+def on_host_of(
+    layouts: Sequence[BufferLayout], trained: Sequence[bool], optimizer: OptimizerConfig
+) -> list[bool]:
+    """Which blocks, in the order of the forward pass, are stepped on the host: the last ones, which
+    have the most time until they are needed, with about --optimizer-offload-fraction of elements.
     """
+    fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
+    # The host rounds in another way: of copies, which must stay equal, neither goes there alone.
+    sizes = [
+        layout.size * (train and not (layout.is_copied and fraction < 1))
+        for layout, train in zip(layouts, trained)
+    ]
     found, left = [], fraction * sum(sizes)
     for size in reversed(sizes):
         found.append(left > size / 2 and size > 0)

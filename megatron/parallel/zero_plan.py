@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config.groups import DistributedConfig
@@ -60,7 +59,6 @@ class ZeroPlanner:
             if not layer.of_vocabulary:
                 self.transformer_blocks.update(owners)
         self.users = Counter(block for buffers in self.buffers_of.values() for block in buffers)
-        self.following = dict(pairwise(blocks))
         self.last = {named[-1][1] for named in model.layers_by_stage}
 
     def plan(self, turns: Sequence[Sequence[Pass]]) -> ZeroPlan:
@@ -102,7 +100,6 @@ class _Walk:
         self.due = dict(self.period)
         self.open: set[Block] = set()  # these have a gradient buffer
         self.arrived: set[Block] = set()  # these have the weights of this step
-        self.updated: set[Block] = set()
 
     def _periods(self, passes: Sequence[Pass]) -> dict[Block, int]:
         """How many passes of a block's layers come between two reductions:
@@ -154,7 +151,9 @@ class _Walk:
         return calls
 
     def _whole_weights(self, layer: Layer, kind: Kind) -> Calls:
-        """Gathers before a pass (stage 3), or one wait for updated weights (stages 0 to 2)."""
+        """Gathers before a pass (stage 3), or one wait for updated weights (stages 0 to 2), which
+        the host updates while the device computes the passes before.
+        """
         zero, buffers = self.zero, self.planner.buffers_of[layer]
         if self.planner.reads_gathered(layer, kind):
             assert self.needs.popleft() == buffers
@@ -179,12 +178,6 @@ class _Walk:
             if not self._is_needed(buffers, kind):
                 # what is kept with the weights and not trained is always whole
                 calls += [block.release for block in buffers if block.zero_stage == 3]
-        elif self.zero_stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
-            # The host updates what comes next while the device computes the pass.
-            following = planner.following.get(buffers[-1])
-            if following is not None and following.on_host and following not in self.updated:
-                self.updated.add(following)
-                calls.append(partial(zero.update_on_host, following))
         if self.zero_stage >= 2 and kind is Kind.BACKWARD_INPUT:
             calls += [block.close_early for block in buffers if block.trained]
         if kind in COMPLETING:

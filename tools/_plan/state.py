@@ -85,11 +85,10 @@ def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[st
     """
     size = precisions(config)
     optimizer = config.optimizer
-    fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
     found = dict.fromkeys(("parameters", "gradients", "optimizer", "host", "disk"), 0)
     in_files = []
-    sizes = [block.size * block.trained for block in blocks]
-    for block, on_host in zip(blocks, on_host_of(sizes, fraction), strict=True):
+    layouts, trained = [block.layout for block in blocks], [block.trained for block in blocks]
+    for block, on_host in zip(blocks, on_host_of(layouts, trained, optimizer), strict=True):
         # experts are sharded over separate ranks
         of_experts = block.layout.group == "expert" and config.distributed.zero_stage > 0
         ranks = block.groups.shard.size if of_experts else shard

@@ -94,11 +94,12 @@ def test_every_layout_updates_as_one_process(gloo_world, alone, layout):
 
 
 @pytest.mark.parametrize(
-    "case, layout", [("mla", "tp2 sp"), ("moe", "tp2 sp"), ("moe", "tp2 sp dp2 ep2 zero1")]
+    "case, layout",
+    [("mla", "tp2 sp"), ("moe", "tp2 sp"), ("moe", "tp2 sp dp2 ep2 zero1"), ("sgd", "dp2 zero2")],
 )
-def test_matrices_with_copies_and_those_of_experts(gloo_world, alone, case, layout):
+def test_models_and_momenta_of_other_kinds(gloo_world, alone, case, layout):
     """Down-projections and routers are whole on every tensor-parallel rank; experts are shared by
-    other ranks than the rest.
+    other ranks than the rest; the momentum of SGD is a state of another name.
     """
     words = Row(layout, "gpt").words
     flags = (*FLAGS, *FEATURES[case].flags.split())

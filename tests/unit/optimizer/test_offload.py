@@ -12,16 +12,22 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.tools._plan.silent import SilentGroup
 from parity import worker
 from parity.compare import bits_off, ranks_agree
 from parity.layouts import BASE
 from parity.worker import Outcome, run_case
 
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.config.arguments import parse_arguments
+from megatron.config.groups import OptimizerConfig
+from megatron.config.validate import resolve
+from megatron.distributed.groups import build_groups, group_options, layout_of
+from megatron.model.build import build_model
 from megatron.optimizer import nvme
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.update import StepScalars
-from megatron.parallel.blocks import on_host_of
+from megatron.parallel.blocks import build_run_blocks, on_host_of
 
 SMALL = 4096  # elements of a part of a file: layers of these models have several
 FLAGS = (*BASE, "--micro-batch-size", "2")
@@ -165,12 +171,35 @@ def test_checkpoints_are_those_of_a_run_in_memory(gloo_world, tmp_path, flags, m
     assert ranks == 1 or same_checkpoints(here, here_again, 6)
 
 
+def on_host(sizes: list[int], fraction: float) -> list[bool]:
+    """Of blocks of these sizes that are trained."""
+    layouts = [SimpleNamespace(size=size, is_copied=False) for size in sizes]
+    optimizer = OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+    return on_host_of(layouts, [True] * len(sizes), optimizer)
+
+
 def test_the_share_of_the_host_is_the_last_blocks():
-    assert on_host_of([4, 2, 2, 2, 6], 1.0) == [True] * 5
-    assert on_host_of([4, 2, 2, 2, 6], 0.0) == [False] * 5
-    assert on_host_of([4, 2, 2, 2, 6], 0.5) == [False, False, False, True, True]
+    assert on_host([4, 2, 2, 2, 6], 1.0) == [True] * 5
+    assert on_host([4, 2, 2, 2, 6], 0.0) == [False] * 5
+    assert on_host([4, 2, 2, 2, 6], 0.5) == [False, False, False, True, True]
     # 2 of 16 are nearer to it than 6
-    assert on_host_of([4, 2, 2, 2, 6], 0.1) == [False, False, False, True, False]
+    assert on_host([4, 2, 2, 2, 6], 0.1) == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("fraction, wanted", [("0.5", [False, False]), ("1", [True, True])])
+def test_both_ends_of_a_pipeline_step_a_tied_matrix_alike(fraction, wanted):
+    """The kernels of host and device round differently."""
+    more = f"{PP} 1f1b {PART} --optimizer-offload-fraction {fraction}"
+    config = resolve(parse_arguments([*FLAGS, *more.split()]).config, 2, 50).config
+    layout, options = layout_of(config, 2), group_options(config)
+    found = []
+    for rank in range(2):
+        groups = build_groups(layout, rank, lambda *_, **__: SilentGroup(gloo=True), **options)
+        model = build_model(config, 50, groups, torch.device("meta"))
+        blocks = build_run_blocks(config, model, torch.device("meta"), groups)
+        assert fraction == "1" or sum(block.on_host for block in blocks) == 1
+        found.append(blocks[0 if rank == 0 else -1].on_host)
+    assert found == wanted
 
 
 def test_the_host_does_not_wait_for_scalars_but_gradients_cross_behind_them():
