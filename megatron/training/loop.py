@@ -135,13 +135,14 @@ def _account_for_skipped(run: Run, metrics: StepMetrics, has_tokens: bool, is_na
             f"iteration {batch.iteration}: no valid token in samples {samples}; the step is skipped"
         )
     elif is_nan and run.config.training.nan_policy == "stop":
+        scale = "a lower --loss-scale, " if run.config.precision.loss_scale is not None else ""
         # The step is computed again, micro-batch by micro-batch: all ranks do it together.
         lines = [
             f"iteration {batch.iteration}: NaN or Inf; the weights are those of the iteration "
             "before, nothing was saved",
             *non_finite_micro_batches(run, metrics),
-            "resume from the last checkpoint with a lower --lr, or with --nan-policy skip to "
-            "pass over such steps",
+            f"resume from the last checkpoint with {scale}a lower --lr and "
+            "--override-opt-param-scheduler, or with --nan-policy skip to pass over such steps",
         ]
         raise NonFiniteError("\n".join(lines))
     elif is_nan:
