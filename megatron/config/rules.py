@@ -172,7 +172,7 @@ fp8_format fp8_wgrad=True fp8_recipe=blockwise context_parallel_size>1:
 fp8_format fp8_recipe=tensorwise tiled_mlp>1:
     @tiled_mlp: a piece holds other tokens in each layout, and has its own scale with @fp8_recipe;
     set --fp8-recipe rowwise or blockwise
-cuda_graphs zero_stage>1 replicas>1:
+cuda_graphs zero_stage>1:
     @cuda_graphs: is not supported with @zero_stage, whose gradient buffers move; set --zero-stage
     0 or 1
 """

@@ -484,13 +484,12 @@ def _files(run: RunView) -> Faults:
     for field in run.given(*FOLDERS):
         if fault := _cannot_be_made(Path(getattr(run, field))):
             yield f"@{field}: {fault}"
-    if run.metrics_file is not None:
-        if fault := _cannot_be_made(Path(run.metrics_file).absolute().parent):
-            yield f"@metrics_file: its folder {fault}"
-    if run.pipeline_timeline is not None:
-        folder = Path(run.pipeline_timeline).absolute().parent
-        if not folder.is_dir():
-            yield f"@pipeline_timeline: no such folder: {folder}; make it first"
+    for field in run.given("metrics_file", "pipeline_timeline"):
+        file = Path(getattr(run, field)).absolute()
+        if fault := _cannot_be_made(file.parent):
+            yield f"@{field}: its folder {fault}"
+        elif file.is_dir():
+            yield f"@{field}: is a folder; give a file in it"
     outside = [rank for rank in run.profile_ranks if rank < 0 or 0 < run.world <= rank]
     if run.profile and outside:
         yield f"@profile_ranks: there is no rank {outside[0]}; ranks count from 0"

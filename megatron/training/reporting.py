@@ -207,6 +207,11 @@ def pipeline_timeline(run: Run) -> Timeline:
     """The step just recorded, of this rank's pipeline; rank 0 writes --pipeline-timeline."""
     # A collective of the pipeline; rows of other data-parallel ranks are not shown.
     timeline = run.timing.recording.timeline(run.groups.pp)
-    if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
-        Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")
+    file = run.config.logging.pipeline_timeline
+    if file is not None and run.groups.rank == 0:
+        try:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            Path(file).write_text(timeline.to_json() + "\n")
+        except OSError as error:  # a picture is no reason to stop training
+            logger.warning(f"--pipeline-timeline {file}: not written: {error}")
     return timeline

@@ -151,6 +151,9 @@ RULES = """
     --save /dev/null/x: cannot be made: /dev/null is not a folder
 --metrics-file a.bin/metrics.jsonl
     --metrics-file a.bin/metrics.jsonl: its folder is a file, not a folder
+--metrics-file ckpt --pipeline-timeline a.bin/b/timeline.json
+    --metrics-file ckpt: is a folder; give a file in it
+    --pipeline-timeline a.bin/b/timeline.json: its folder cannot be made
 --profile --save ckpt --profile-ranks 0 1
     --profile-ranks 0 1: there is no rank 1; ranks count from 0
 --num-layers 1000000000
@@ -176,6 +179,8 @@ RULES = """
     --tensor-model-parallel-size 4: must divide --num-query-groups 6 or be a \
 multiple of it; the nearest that fits is 3
 
+--bf16 --zero-stage 3 --param-cpu-offload --cuda-graphs
+    --cuda-graphs: is not supported with --zero-stage 3, whose gradient buffers move; set
 2 --cuda-graphs --zero-stage 2
     --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move; set
 
@@ -383,7 +388,6 @@ multiple of @pp 2 stages
 --save-retain-interval 10
 --recompute-method block
 --recompute-activations --recompute-method block
---bf16 --zero-stage 3 --param-cpu-offload --cuda-graphs
 --save new --async-save --local-checkpoint-dir a --local-save-interval 5
 --tiled-mlp 16 --seq-length 16 --recompute-activations
 """

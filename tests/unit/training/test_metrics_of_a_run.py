@@ -1,5 +1,5 @@
 """Logged metrics against values computed here: rates from a clock that the test moves, norms of
-layers, and what routers log from the logits that they saw.
+layers, what routers log from the logits that they saw, and the time line of a pipeline.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.tools.plot_schedule import measured_timeline
 from parity import worker
 from parity.layouts import BASE, LLAMA, NO_DROPOUT
 from parity.worker import Outcome, run_case
@@ -203,3 +204,21 @@ def test_routers_log_what_their_logits_say(one_thread):
         assert expected["expert-dropped"] > 0
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-9), name
+
+
+# ---- the time line of a pipeline
+
+
+def test_a_time_line_is_kept_of_the_last_step(gloo_world, tmp_path):
+    """In a folder that is made; on a disk that is full the run continues."""
+    file, full = tmp_path / "made" / "timeline.json", tmp_path / "full.json"
+    full.symlink_to("/dev/full")
+    pipeline = "--micro-batch-size 2 --pipeline-model-parallel-size 2 --pipeline-timeline"
+    for each in (file, full):
+        gloo_world(2).run(run_case, (*BASE, *pipeline.split(), str(each)))
+    line = measured_timeline(str(file))
+    assert (line.schedule, line.placement, line.micro_batches) == ("1f1b", (0, 1), 4)
+    assert [sorted((span.kind.value, span.micro) for span in row) for row in line.rows] == [
+        [(kind, micro) for kind in "BF" for micro in range(4)]
+    ] * 2
+    assert line.end > line.begin and 0 <= line.bubble < 1
