@@ -399,28 +399,44 @@ def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[str]:
     The weights have not moved and a step is a pure function, so the same ones fail. The gradient
     buffers are overwritten.
     """
-    batch, count, size = metrics.batch, len(metrics.losses), run.global_micro_batch_size
-    found = torch.zeros(count, run.groups.dp.size, 2, dtype=torch.float64, device=run.device)
-    grad_sq_sum = found.new_zeros(())
+    batch, size = metrics.batch, run.global_micro_batch_size
+    shape = len(metrics.losses), run.groups.dp.size, 3
+    found = torch.zeros(shape, dtype=torch.float64, device=run.device)
+    for index in range(len(found)):
+        found[index, run.groups.dp.rank] = _is_non_finite(run, batch, index).double()
+    losses, gradients, of_experts = all_reduce(found, run.groups.world).unbind(-1)
+    lines = [
+        _describe_failed(run, batch, index, rank, "loss" if losses[index, rank] else "gradient")
+        for index, rank in (losses + gradients).nonzero().tolist()
+    ]
+    begin = batch.first_sample
+    return lines or [
+        f"  micro-batch {i}: gradient of experts, samples {begin + i * size}.."
+        f"{begin + (i + 1) * size - 1}"
+        for (i,) in of_experts.sum(1).nonzero().tolist()
+    ]
+
+
+def _is_non_finite(run: Run, batch: GlobalBatch, index: int) -> Tensor:
+    """Run this rank's part of a micro-batch again: whether its loss is not finite, its gradient,
+    and that of experts which have tokens of other ranks' samples, too.
+    """
+    squares = torch.zeros(2, dtype=torch.float64, device=run.device)
+    experts = run.groups.ep.size * run.groups.etp.size
+    is_mixed = run.groups.tp_cp.size % experts > 0
 
     def add_squares(block: Block) -> None:
-        grad_sq_sum.add_(sum_of_squares([block.close()], run.device))
+        of_others = is_mixed and block.layout.group == "expert"
+        squares[int(of_others)] += sum_of_squares([block.close()], run.device)
 
-    for index in range(count):
-        run.optimizer.drop_gradients()
-        grad_sq_sum.zero_()
-        # Each rank runs its own samples; no gradient is sent, so a NaN stays where it arose.
-        first, scale = batch.first_sample + index * size, batch.loss_scale / batch.nominal_tokens
-        with run.zero.completing(add_squares):
-            sums = run_micro_batches(run, run.data.train, first, size, training=True, scale=scale)
-        found[index, run.groups.dp.rank] = torch.stack(
-            [~torch.isfinite(sums["losses"][0]), ~torch.isfinite(grad_sq_sum)]
-        ).double()
-    all_reduce(found, run.groups.world)
-    return [
-        _describe_failed(run, batch, index, rank, "loss" if found[index, rank, 0] else "gradient")
-        for index, rank in found.sum(-1).nonzero().tolist()
-    ]
+    run.optimizer.drop_gradients()
+    # Each rank runs its own samples; no gradient is sent, so a NaN stays where it arose, or goes
+    # with a token to its experts.
+    size = run.global_micro_batch_size
+    first, scale = batch.first_sample + index * size, batch.loss_scale / batch.nominal_tokens
+    with run.zero.completing(add_squares):
+        sums = run_micro_batches(run, run.data.train, first, size, training=True, scale=scale)
+    return ~torch.isfinite(torch.cat([sums["losses"], squares]))
 
 
 def _describe_failed(run: Run, batch: GlobalBatch, index: int, rank: int, what: str) -> str:

@@ -6,13 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from own_run import exit_code, replaced
 from parity.compare import bits_off
 from parity.layouts import BASE, LLAMA, Row
-from parity.worker import PATCHES, Outcome, run_case
+from parity.worker import Outcome, overflow, run_case
+
+from megatron.model.layer import HeadLayer
 
 STEPS = 4
 STAGES = "zero1", "zero2", "zero3"
@@ -149,21 +156,26 @@ def test_sums_sent_in_the_dtype_of_the_gradients_reach_all_ranks(train):
 # ---- a NaN is traced to its micro-batch ----------------------------------------------------------
 
 
-def blamed(flags: tuple[str, ...]) -> str:
-    """What a run logs that stops at the samples of PATCHES["overflow"]."""
+@contextlib.contextmanager
+def nan_loss() -> Iterator[None]:
+    """What the head gets of sample 13 is NaN."""
+    original = HeadLayer.forward
+
+    def forward(self, x, micro):
+        if micro.training:
+            x = x + torch.where(micro.dropout.sample_ids == 13, math.nan, 0.0)[None, :, None]
+        return original(self, x, micro)
+
+    with mock.patch.object(HeadLayer, "forward", forward):
+        yield
+
+
+def blamed(flags: tuple[str, ...], patch: Callable[[], Any]) -> list[str]:
+    """What a run logs of micro-batches that stops at NaN or Inf."""
     output = io.StringIO()
-    with replaced(), contextlib.redirect_stderr(output), PATCHES["overflow"]():
+    with replaced(), contextlib.redirect_stderr(output), patch():
         assert exit_code(flags) == 1
-    return output.getvalue()
-
-
-def names_sample_13(text: str) -> bool:
-    """Of the second step's samples 8..15, two ranks with one a micro-batch: the third micro-batch's
-    of rank 1.
-    """
-    return re.findall(r"micro-batch .*", text) == [
-        "micro-batch 2 of data-parallel rank 1: gradient, samples 13..13"
-    ]
+    return re.findall(r"micro-batch .*", output.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -178,14 +190,27 @@ def names_sample_13(text: str) -> bool:
     ],
 )
 def test_a_non_finite_gradient_is_traced_to_its_micro_batch_and_rank(gloo_world, layout):
+    """Of the second step's samples 8..15, two ranks with one a micro-batch: the third micro-batch's
+    of rank 1.
+    """
     words = Row(layout, "gpt").words
-    flags = (
-        *SMALL,
-        *words.flags,
-        "--micro-batch-size",
-        "1",
-        *(("--num-layers", "4") if words.pp > 1 else ()),
-    )
-    output = gloo_world(words.ranks).run(blamed, flags)
-    assert names_sample_13(output[0]), output[0]
-    assert not any(output[1:])
+    layers = "--num-layers 4" if words.pp > 1 else ""
+    flags = (*SMALL, *words.flags, *f"--micro-batch-size 1 {layers}".split())
+    first, *others = gloo_world(words.ranks).run(blamed, flags, overflow)
+    assert first == ["micro-batch 2 of data-parallel rank 1: gradient, samples 13..13"]
+    assert not any(others)
+
+
+@pytest.mark.parametrize(
+    "layout, patch, line",
+    [
+        ("dp2 ep2", nan_loss, "micro-batch 2 of data-parallel rank 1: loss, samples 13..13"),
+        ("dp2 ep2", overflow, "micro-batch 2: gradient of experts, samples 12..13"),
+        ("tp2 sp etp1 ep2", overflow, "micro-batch 5: gradient, samples 13..13"),
+    ],
+)
+def test_experts_of_a_healthy_rank_are_not_blamed(gloo_world, layout, patch, line):
+    """Though their gradients have tokens of other ranks' samples."""
+    row = Row(layout, "moe")
+    flags = (*SMALL, *row.of.flags.split(), *row.words.flags, "--micro-batch-size", "1")
+    assert gloo_world(2).run(blamed, flags, patch)[0] == [line]
