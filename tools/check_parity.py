@@ -3,15 +3,18 @@ this machine, and compares everything that it logs:
 
     python tools/check_parity.py --layout "tp2 sp" --layout "tp1 dp2" <the flags of your run>
 
-A layout is words: tpN, dpN, ppN, a schedule of the pipeline (gpipe, 1f1b, interleaved, zero-bubble,
-zero-bubble-v), vN (virtual stages on each pipeline rank), auto (stages of equal cost), sp (sequence
-parallelism), zeroN (a ZeRO stage), shardN (--zero-shard-size), kept (--zero3-keep-gathered),
-offload (the optimizer on the host), param-offload (weights too), serial (no communication
-overlaps), mapping (--use-tp-pp-dp-mapping). Your flags are kept, except that the run has the given
-layout, stops after --steps iterations, computes in float64, does not save, load, evaluate or use
-trackers, and logs metrics (with the parameter norm) every iteration. Shrink the model with further
-flags (--num-layers 2); the last of two equal flags counts. In float64 rounding is far below the
-gate, so what differs by more is a bug. Exit code: 0 noise, 1 bug, 2 a run failed.
+A layout is words: tpN, cpN, dpN, ppN, a schedule of the pipeline (gpipe, 1f1b, interleaved,
+zero-bubble, zero-bubble-v), vN (virtual stages on each pipeline rank), auto (stages of equal cost),
+sp (sequence parallelism), a2a, allgather, p2p or a2aN+p2p (--cp-comm-type), epN and etpN (experts),
+gathered-tokens (--moe-token-dispatcher-type allgather), paired (--overlap-moe-expert-parallel-
+comm), zeroN (a ZeRO stage), shardN (--zero-shard-size), kept (--zero3-keep-gathered), offload (the
+optimizer on the host), param-offload (weights too), serial (no communication overlaps), mapping
+(--use-tp-pp-dp-mapping). Your flags are kept, except that the run has the given layout, stops after
+--steps iterations, computes in float64 and sums and keeps nothing in bf16, does not save, load,
+evaluate or use trackers, and logs metrics (with the parameter norm) every iteration. Shrink the
+model with further flags (--num-layers 2); the last of two equal flags counts. In float64
+rounding is far below the gate, so what differs by more is a bug. Exit code: 0 noise, 1 bug, 2 a run
+failed.
 """
 
 from __future__ import annotations
@@ -122,6 +125,13 @@ def shortened(config: Config, steps: int, layouts: list[str]) -> Config:
     return dataclasses.replace(
         config,
         precision=PrecisionConfig(fp64=True),
+        optimizer=dataclasses.replace(
+            config.optimizer,
+            main_grads_dtype="fp32",
+            exp_avg_dtype="fp32",
+            exp_avg_sq_dtype="fp32",
+            param_cpu_offload=False,  # a word of a layout
+        ),
         training=dataclasses.replace(
             training, global_batch_size=batch, exit_interval=steps, exit_duration_in_mins=None
         ),

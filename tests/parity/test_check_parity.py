@@ -12,10 +12,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 from check_parity import main, shortened  # noqa: E402
 
 from megatron.config.arguments import parse_arguments  # noqa: E402
+from megatron.config.groups import CheckpointConfig  # noqa: E402
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --micro-batch-size 2 --train-iters 1000 --mock-data --vocab-size 49
 --tokenizer-type NullTokenizer --lr 1e-2 --lr-warmup-iters 10 --bf16 --save-interval 5""".split()
+PLAIN = parse_arguments(FLAGS).config
 
 
 def words(*layouts: str) -> list[str]:
@@ -74,8 +76,16 @@ def test_mistakes_are_named_before_anything_runs(given, message, capsys):
 
 def test_the_batch_does_not_follow_the_layout():
     """Without --global-batch-size it would be micro-batch size x data-parallel size."""
-    config = shortened(parse_arguments(FLAGS).config, 4, ["tp2", "dp3", "dp2"])
+    config = shortened(PLAIN, 4, ["tp2", "dp3", "dp2"])
     assert config.training.global_batch_size == 12
     assert (config.training.train_iters, config.training.exit_interval) == (1000, 4)
     assert config.precision.fp64 and not config.precision.bf16
-    assert config.checkpoint.save in (None, "", ".")
+
+
+def test_what_belongs_to_a_layout_a_precision_or_a_folder_is_not_kept():
+    """--param-cpu-offload needs the ZeRO stage of a layout, and float64 has no narrow moments."""
+    more = "--save runs/a --load runs/a --zero-stage 3 --param-cpu-offload --main-grads-dtype bf16"
+    moments = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --grad-reduce-in-bf16"
+    given = parse_arguments([*FLAGS, *more.split(), *moments.split()]).config
+    assert shortened(given, 4, ["tp2", "tp1"]) == shortened(PLAIN, 4, ["tp2", "tp1"])
+    assert shortened(given, 4, ["tp2", "tp1"]).checkpoint == CheckpointConfig()
