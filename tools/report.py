@@ -76,8 +76,13 @@ def main(argv: list[str] | None = None) -> int:
     folders = [*(run.metrics.parent for run in runs), *studies]
     folder_of_run = folders[0] if len(folders) == 1 else Path()
     output = Path(arguments.output) if arguments.output else folder_of_run / "report.html"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text + "\n", encoding="utf-8")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        fault = f"{error.filename}: {error.strerror}"
+        print(f"error: {fault}; give another --output", file=sys.stderr)
+        return 2
     print(f"report: {output}")
     if judged is not None:
         print(judged.text)

@@ -171,7 +171,7 @@ def marks_of_rows(rows: list[Metrics]) -> list[Mark]:
             marks.append(Mark("checkpoint", _checkpoint(row), iteration))
         if VALIDATION in row:
             marks.append(Mark("evaluation", f"evaluation, loss {row[VALIDATION]:.4f}", iteration))
-        samples = row.get("skipped-train-samples", 0)
+        samples = row.get("skipped-train-samples", skipped)
         if samples > skipped:
             text = f"{samples - skipped:,.0f} samples of skipped steps"
             marks.append(Mark("skipped", text, iteration))

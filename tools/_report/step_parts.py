@@ -27,7 +27,8 @@ Layer = tuple[str, Iterable[Interval]]  # a part, and when it may be on
 
 COMPUTE, HOST, BUBBLE = "compute", "host", "pipeline idle"
 EXPOSED = "exposed"  # and an axis
-SECTIONS = ("data", "optimizer", "evaluation", "save-checkpoint")  # timers of a run
+# timers of a run; a save waits within the optimizer, whose part it comes before
+SECTIONS = ("data", "evaluation", "save-checkpoint", "optimizer")
 OPERATIONS = (
     "all-reduce",
     "all-gather",
@@ -211,25 +212,33 @@ def _layers_of_thread(named: list[Event], events: list[Event], thread: object) -
         if event.get("cat") == "cpu_op" and event["tid"] in threads
     )
     collectives = _by_part(own, lambda event: _part_of_collective(event["name"]))
-    return [*collectives.items(), *sections.items(), (COMPUTE, operators)]
+    ordered = [(name, sections[name]) for name in SECTIONS if name in sections]
+    return [*collectives.items(), *ordered, (COMPUTE, operators)]
 
 
 # ---- on a GPU
 
 
 class _Ranges:
-    """Ranges of one thread, none within another, by when they begin."""
+    """Ranges of one thread by when they begin; one may be within another."""
 
     def __init__(self, events: Iterable[Event]):
-        self.events = sorted(events, key=lambda event: event["ts"])
+        self.events = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
         self.begins = [event["ts"] for event in self.events]
+        self.outer: list[int] = []  # of each range: the one that it begins in; -1: none
+        for place, begin in enumerate(self.begins):
+            self.outer.append(self._open(place - 1, begin))
+
+    def _open(self, place: int, moment: float) -> int:
+        """The innermost range that is open, of those begun up to `place`; -1: none is."""
+        while place >= 0 and _interval(self.events[place])[1] < moment:
+            place = self.outer[place]
+        return place
 
     def at(self, moment: float) -> str | None:
-        """The name of the one that is open."""
-        place = bisect_right(self.begins, moment) - 1
-        if place < 0 or _interval(self.events[place])[1] < moment:
-            return None
-        return self.events[place]["name"]
+        """The name of the innermost one that is open."""
+        place = self._open(bisect_right(self.begins, moment) - 1, moment)
+        return self.events[place]["name"] if place >= 0 else None
 
 
 Launches = dict[int, Event]  # by correlation: the call of CUDA's that launched work

@@ -110,6 +110,13 @@ def test_several_runs_are_compared(tmp_path):
         assert colours == list(curves.COLOURS[:2]), title
 
 
+def test_a_page_that_cannot_be_written(tmp_path, capsys):
+    run = folder(tmp_path)
+    output = Path(run) / "metrics.jsonl" / "page.html"
+    assert report.main([run, "--output", str(output)]) == 2
+    assert capsys.readouterr().err.endswith("; give another --output\n")
+
+
 def test_time_in_training_leaves_out_what_was_no_training(tmp_path):
     """Rows every 10 iterations of 2 s; a save of 100 s, and a restart that repeats 10 iterations
     after an hour.
@@ -141,7 +148,7 @@ def test_events_of_rows_and_of_the_events_file(tmp_path):
     rows = [
         {"iteration": 1, "skipped-train-samples": 0},
         {"iteration": 2, "skipped-train-samples": 8, "lm loss validation": 3.0},
-        {"iteration": 3, "resumed-from-iteration": 2, "skipped-train-samples": 8},
+        {"iteration": 3, "resumed-from-iteration": 2},
         {"iteration": 4, "save-checkpoint-seconds": 1.5, "skipped-train-samples": 8},
     ]
     run = folder(tmp_path, rows)

@@ -133,6 +133,31 @@ def test_the_streams_of_a_gpu():
     }
 
 
+SAVING = ranges(
+    ("iteration 1", 0, 100),
+    ("optimizer", 10, 90),
+    ("save-checkpoint", 20, 30),
+)
+
+
+def test_a_wait_for_a_save_is_within_the_optimizer():
+    """What the optimizer does after it is the optimizer's."""
+    (step,) = parts_of_events(0, SAVING)
+    assert microseconds(step.parts) == {"optimizer": 70, "host": 20, "save-checkpoint": 10}
+    updates = [
+        *launched("kernel", "adamw", 15, 16, 20, 1),
+        *launched("kernel", "adamw", 40, 41, 90, 2),
+        *launched("kernel", "gemm", 95, 96, 100, 3),
+    ]
+    (step,) = parts_of_events(0, [*SAVING, *updates])
+    assert microseconds(step.parts) == {
+        "compute": 4,
+        "optimizer": 53,
+        "host": 33,
+        "save-checkpoint": 10,
+    }
+
+
 def test_a_folder_of_traces_and_its_table(tmp_path: Path):
     assert step_table(tmp_path) == []
     for rank, events in ((10, ON_A_CPU), (2, ON_A_GPU)):
