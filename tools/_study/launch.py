@@ -27,6 +27,8 @@ PROGRAM = Path(find_spec("pretrain_gpt").origin)  # in a checkout and where it i
 CHECKOUT = PROGRAM.parent
 TIMED_OUT = "TIMEOUT"  # Slurm's word for it, used for local runs too
 COMMAND_SECONDS = 60  # that a program of Slurm may take to answer
+# in which Slurm may be asked again how a job has ended; by default it forgets after as many
+PATIENCE_SECONDS = 300
 
 
 class StudyRun(NamedTuple):
@@ -251,6 +253,9 @@ class SlurmLauncher:
         if file.exists() and (number := file.read_text().strip()):
             return _SlurmRun(run, number)
         done = _slurm("squeue", "--noheader", f"--name={self._name(run)}", "--format=%A")
+        if done.returncode:
+            fault = done.stderr.strip()[:2000]
+            raise UserError(f"squeue does not show whether row {run.row.name} is queued: {fault}")
         return _SlurmRun(run, done.stdout.split()[0]) if done.stdout.split() else None
 
     def _name(self, run: StudyRun) -> str:
@@ -260,6 +265,7 @@ class SlurmLauncher:
 class _SlurmRun:
     def __init__(self, run: StudyRun, job: str) -> None:
         self._study_run, self._job = run, job
+        self._gone_at: float | None = None  # when it was first missing in the queue
 
     def poll(self) -> Ending | None:
         queued = _slurm("squeue", "--noheader", f"--jobs={self._job}", "--format=%T")
@@ -272,6 +278,10 @@ class _SlurmRun:
             self._study_run.log.read_text(errors="replace") if self._study_run.log.exists() else ""
         )
         message = re.search(r"\] the ranks ended with exit code (\d+)", text)
+        if self._gone_at is None:
+            self._gone_at = time.monotonic()
+        if not state and not message and time.monotonic() < self._gone_at + PATIENCE_SECONDS:
+            return None
         if state != TIMED_OUT and "] time is nearly over" in text:
             state = TIMED_OUT
         return Ending(int(message[1]) if message else code, state, host)
@@ -302,9 +312,13 @@ class _SlurmRun:
 
 
 def _slurm(*command: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=COMMAND_SECONDS
-    )
+    """The answer of a program of Slurm; exit code 1 where its controller does not give one."""
+    try:
+        return subprocess.run(
+            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=COMMAND_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"no answer in {COMMAND_SECONDS} s")
 
 
 # ---- how a run has ended -----------------------------------------------------------------------

@@ -34,6 +34,14 @@ class RawRows(NamedTuple):
         """The runs of one row, in the order of their repeats."""
         return [line for (row, _), line in sorted(self.runs.items()) if row == key]
 
+    def predictions_for(self, hardware: str | None) -> dict[str, Line]:
+        """Those of a study's `hardware`; lines that do not name theirs count."""
+        return {
+            key: line
+            for key, line in self.predictions.items()
+            if line.get("hardware", hardware) == hardware
+        }
+
 
 def append(folder: Path, line: Line) -> None:
     """Add one line, which is on the disk then."""

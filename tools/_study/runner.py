@@ -212,7 +212,8 @@ def _refused_rows(plan: StudyPlan, folder: Path, found: raw.RawRows, log: Log) -
 
 def _predictions(plan: StudyPlan, folder: Path, found: raw.RawRows, log: Log) -> None:
     """Keep what tools/plan.py predicts of every row; where it predicts nothing, nothing."""
-    rows = [row for row in plan.rows if row.refusal is None and row.key not in found.predictions]
+    known = found.predictions_for(plan.hardware)
+    rows = [row for row in plan.rows if row.refusal is None and row.key not in known]
     if not rows:
         return
     hardware = str(plan.hardware)
@@ -227,8 +228,9 @@ def _predictions(plan: StudyPlan, folder: Path, found: raw.RawRows, log: Log) ->
         except ValueError:
             predicted = None
         if isinstance(predicted, dict) and "step_s" in predicted:
-            row_of = {"key": row.key, "name": row.name, "command": _told(command)}
-            raw.append(folder, {"kind": "prediction", **row_of, "prediction": predicted})
+            line = {"kind": "prediction", "key": row.key, "name": row.name}
+            line |= {"hardware": plan.hardware, "command": _told(command), "prediction": predicted}
+            raw.append(folder, line)
         else:
             log(f"row {row.name}: tools/plan.py step predicts nothing")
 

@@ -64,9 +64,11 @@ def summary(raw: RawRows) -> Summary:
     header = raw.header
     if header is None:
         raise UserError("no raw rows of a study: run it first")
+    predictions = raw.predictions_for(header["hardware"])
     runs = {row["key"]: _planned(raw.of(row["key"]), header) for row in header["rows"]}
     works = _works([line for lines in runs.values() for line in lines])
-    letters = {work: chr(ord("A") + index % 26) for index, work in enumerate(works)}
+    # A to Z, AA to ZZ, AAA ...
+    letters = {work: chr(ord("A") + i % 26) * (i // 26 + 1) for i, work in enumerate(works)}
     agreements = {letters[work]: agreement(lines) for work, lines in works.items()}
     speeds = {key: _speeds(lines, header["warmup"]) for key, lines in runs.items()}
     rows = [
@@ -74,11 +76,17 @@ def summary(raw: RawRows) -> Summary:
         for row in header["rows"]
     ]
     rows = [
-        _with_prediction(_compared(outline, rows, header, speeds), raw, row["key"])
+        _with_prediction(_compared(outline, rows, header, speeds), predictions.get(row["key"]))
         for outline, row in zip(rows, header["rows"], strict=True)
     ]
-    rows.sort(key=lambda row: (row.work, -row.speed[0]) if row.speed else ("~", 0.0))
+    rows.sort(key=_place)
     return Summary(header, tuple(rows), agreements, tuple(_notes(header, runs, works, agreements)))
+
+
+def _place(row: Outline) -> tuple[bool, int, str, float]:
+    """Of a row in the table: by its work, the fastest first, failures last."""
+    speed = row.speed[0] if row.speed else 0.0
+    return row.speed is None, len(row.work), row.work, -speed
 
 
 def _planned(lines: list[Line], header: Line) -> list[Line]:
@@ -163,8 +171,7 @@ def _compared(
     return replace(row, ratio=(statistics.median(ratios), low, high), verdict=verdict)
 
 
-def _with_prediction(row: Outline, raw: RawRows, key: str) -> Outline:
-    line = raw.predictions.get(key)
+def _with_prediction(row: Outline, line: Line | None) -> Outline:
     return row if line is None else replace(row, prediction=line["prediction"])
 
 

@@ -10,11 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from megatron.tools._study import raw, runner
+from megatron.tools._study import launch, raw, runner
 from megatron.tools._study.description import read_study
-from megatron.tools._study.launch import Ending, LocalLauncher, _processes, status_of
+from megatron.tools._study.launch import (
+    Ending,
+    LocalLauncher,
+    SlurmLauncher,
+    StudyRun,
+    _processes,
+    status_of,
+)
 from megatron.tools._study.runner import run_of
 from megatron.tools.study import main
+
+from megatron.config.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 STUDY = """
@@ -173,3 +182,75 @@ def test_hardware_is_measured_once(tmp_path, monkeypatch):
         "tools/plan.py",
         "step",
     ]
+
+
+def test_predictions_are_of_the_hardware_that_the_study_names(tmp_path, monkeypatch):
+    tool = tmp_path / "plan.py"
+    tool.write_text(PLAN)
+    monkeypatch.setattr(runner, "_plan_tool", lambda: [sys.executable, str(tool)])
+    file, folder = tmp_path / "study.yaml", tmp_path / "study"
+    folder.mkdir()
+    for name in ("one", "other"):
+        (tmp_path / name).write_text(name)
+        file.write_text(f"{STUDY}hardware: {tmp_path / name}\n")
+        plan = read_study(file)
+        for _ in range(2):
+            runner._predictions(plan, folder, raw.read(folder), lambda line: None)
+        found = raw.read(folder).predictions_for(plan.hardware)
+        assert [line["prediction"]["read"] for line in found.values()] == [name] * 3
+    assert len((folder / "raw.jsonl").read_text().splitlines()) == 6
+    assert not raw.read(folder).predictions_for(None)
+
+
+class FakeSlurm:
+    """Answers of Slurm's programs, by the first word of their command."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str | None):
+        self.answers = answers  # None: there is none
+        monkeypatch.setattr(launch, "_slurm", self)
+
+    def __call__(self, *command: str) -> subprocess.CompletedProcess:
+        if command[0] not in self.answers:
+            raise FileNotFoundError(command[0])
+        answer = self.answers[command[0]]
+        return subprocess.CompletedProcess(command, int(answer is None), answer or "", "away")
+
+
+def slurm_run(tmp_path: Path, *, is_known: bool) -> tuple[SlurmLauncher, StudyRun]:
+    """A launcher and a run that it has submitted as job 7, which its folder knows or not."""
+    file = tmp_path / "study.yaml"
+    file.write_text(STUDY + "launcher: sbatch\n")
+    plan = read_study(file)
+    run = run_of(tmp_path, plan.rows[0], 0)
+    run.folder.mkdir(parents=True)
+    if is_known:
+        (run.folder / "job").write_text("7\n")
+    return SlurmLauncher(plan), run
+
+
+def test_a_job_has_not_crashed_while_slurm_does_not_show_how_it_ended(tmp_path, monkeypatch):
+    launcher, run = slurm_run(tmp_path, is_known=True)
+    slurm = FakeSlurm(monkeypatch, squeue=None, scontrol=None)
+    running = launcher.find(run)
+    assert running.poll() is None
+    slurm.answers["squeue"] = ""
+    assert running.poll() is None
+    slurm.answers["scontrol"] = "JobId=7 JobState=COMPLETED ExitCode=0:0 NodeList=n1\n"
+    assert running.poll() == Ending(0, "COMPLETED", "n1")
+    slurm.answers["scontrol"] = None
+    monkeypatch.setattr(launch, "PATIENCE_SECONDS", 0)
+    assert running.poll() == Ending(1, "", "")
+
+
+def test_a_run_is_not_submitted_twice_because_slurm_is_away(tmp_path, monkeypatch):
+    launcher, run = slurm_run(tmp_path, is_known=False)
+    slurm = FakeSlurm(monkeypatch, squeue=None)
+    with pytest.raises(UserError, match="squeue does not show whether row w1 is queued: away"):
+        launcher.find(run)
+    slurm.answers["squeue"] = ""
+    assert launcher.find(run) is None
+
+
+def test_a_program_of_slurm_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(launch, "COMMAND_SECONDS", 0.1)
+    assert launch._slurm("sleep", "60").returncode == 1
