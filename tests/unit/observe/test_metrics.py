@@ -86,6 +86,11 @@ def test_a_status_file_with_another_kind_of_line(monkeypatch):
     assert row == {"mem-allocated-bytes": 3072, "mem-max-allocated-bytes": 4096}
 
 
+def test_a_status_file_without_a_peak(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda _path: "VmRSS:\t 3 kB\n")
+    assert memory_metrics(torch.device("cpu")) == {"mem-allocated-bytes": 3072}
+
+
 def test_sections_of_wandb():
     found = [
         ("consumed_samples", "samples"),
