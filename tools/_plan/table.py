@@ -14,7 +14,7 @@ from megatron.tools._plan.advice import (
 from megatron.tools._plan.communicators import nccl_buffers
 from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.state import shard_size
-from megatron.tools._plan.verdict import NODE_RANKS, judge, memory_verdict
+from megatron.tools._plan.verdict import NODE_RANKS, is_refused, judge, memory_verdict
 
 from megatron.config.derive import replica_count
 from megatron.config.groups import TrainingConfig
@@ -148,8 +148,11 @@ def zero_lines(plan: MemoryPlan, memory: float) -> list[str]:
     if distributed.zero_shard_size == 1:
         return []
     order = order_of_peaks(plan)
+    granularity = plan.config.training.recompute_granularity
     fits = [
-        stage for stage, total in enumerate(order.totals) if judge(total / 2**30, memory) == "fits"
+        stage
+        for stage, total in enumerate(order.totals)
+        if judge(total / 2**30, memory) == "fits" and not is_refused(plan, stage, granularity)
     ]
     peaks = (", " if order.broken else " > ").join(
         f"{gib(total)} (stage {stage})" for stage, total in enumerate(order.totals)

@@ -6,6 +6,7 @@ from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.state import shard_size
 
 from megatron.config.errors import UserError
+from megatron.config.validate import cross_field_faults
 from megatron.training.advisor import Verdict
 
 DEVICE_MEMORY = 80.0  # GiB of the device that is planned for where none is known
@@ -62,6 +63,21 @@ def check_host_memory(plan: MemoryPlan, memory: float | None, ranks: int) -> Non
     )
 
 
+def is_refused(plan: MemoryPlan, stage: int, granularity: str | None) -> bool:
+    """Whether the program refuses the run with this stage of ZeRO and --recompute-granularity."""
+    config = plan.config.with_fields("distributed", zero_stage=stage)
+    if granularity != config.training.recompute_granularity:
+        # modules go with the granularity that they are modules of
+        config = config.with_fields(
+            "training", recompute_granularity=granularity, recompute_modules=None
+        )
+    faults, known = (
+        set(cross_field_faults(each, plan.world_size, plan.vocab_size))
+        for each in (config, plan.config)
+    )
+    return not faults <= known
+
+
 def _remedy(plan: MemoryPlan, memory: float) -> str:
     """The first change of ZeRO's stage and recompute with which the run fits, as flags."""
     chosen = plan.config.distributed.zero_stage
@@ -70,6 +86,8 @@ def _remedy(plan: MemoryPlan, memory: float) -> str:
     stages = range(chosen, 4 if sharing else chosen + 1)
     for granularity in dict.fromkeys((kept, "full")):
         for stage in stages:
+            if is_refused(plan, stage, granularity):
+                continue
             needed = plan.changed(stage, granularity).fullest.total
             if judge(needed / 2**30, memory) == "fits":
                 flags = [

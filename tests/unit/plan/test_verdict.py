@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.table import zero_lines
 from megatron.tools._plan.verdict import check_host_memory, judge, memory_verdict
 
 import pretrain_gpt
@@ -56,6 +57,38 @@ def test_what_is_proposed_fits():
     assert found == pytest.approx(float(promised), rel=0.005) and found <= memory - 6 < needed
     end = "; more ranks, or a smaller --micro-batch-size, need less"
     assert memory_verdict(plan, 1).line.endswith(end)
+
+
+@pytest.mark.parametrize(
+    "flags, fitting",
+    [
+        ("--cuda-graphs --zero-stage 1", "--zero-stage 2"),
+        (
+            "--recompute-layers none*24 --zero-stage 3",
+            "--zero-stage 3 --recompute-granularity full",
+        ),
+        (
+            "--activation-offload --offload-modules mlp_fc1 --zero-stage 3",
+            "--zero-stage 3 --recompute-granularity full",
+        ),
+    ],
+)
+def test_nothing_is_proposed_that_the_program_refuses(flags, fitting):
+    plan = plan_of(flags)
+    memory = gib(plan_of(fitting)) + 6.001
+    assert gib(plan) > memory - 6
+    proposal = memory_verdict(plan, memory).line.rpartition("; ")[2].partition(" needs ")[0]
+    if proposal.startswith("--"):
+        assert gib(plan_of(f"{flags} {proposal}")) <= memory - 6
+
+
+def test_a_stage_that_the_program_refuses_fits_in_no_memory():
+    plan = plan_of("--cuda-graphs --zero-stage 1")
+    memory = gib(plan.with_stage(2)) + 6.001
+    assert zero_lines(plan, memory)[-1].endswith(
+        "fits with no stage; full recompute, more ranks or a smaller micro-batch need less"
+    )
+    assert zero_lines(plan_of("--zero-stage 1"), memory)[-1].endswith("fits with stage 2")
 
 
 @pytest.mark.parametrize(
