@@ -7,28 +7,34 @@ from __future__ import annotations
 import math
 
 from megatron.tools._plan.memory import rank_memories
-from megatron.tools._plan.state import precisions
+from megatron.tools._plan.state import Precisions, precisions
 
-from megatron.config.derive import replica_count
 from megatron.config.groups import Config
+from megatron.parallel.blocks import Block
 
 
 def shard_bytes(config: Config, vocab_size: int, world_size: int) -> list[float]:
     """Bytes that a rank of each pipeline stage writes, balanced: master weights and optimizer state
-    of its parameters / data-parallel ranks.
+    of its parameters / ranks that hold the same ones.
 
     What tensor-parallel ranks hold alike counts on each here: the files are a little smaller. A
     tied embedding is written by the first stage alone.
     """
     size = precisions(config)
-    each = size.wide + (size.moments if config.checkpoint.save_optim else 0)
+    if not config.checkpoint.save_optim:
+        size = size._replace(moments=0)
     copied = not config.model.untie_embeddings_and_output_weights  # a head that is the embedding
-    written = [
-        rank.parameters
-        - sum(block.size for block in rank.blocks if copied and block.name == "head")
+    return [
+        sum(_share(block, size) for block in rank.blocks if not (copied and block.name == "head"))
         for rank in rank_memories(config, vocab_size, world_size)
     ]
-    return [count * each / replica_count(config, world_size) for count in written]
+
+
+def _share(block: Block, size: Precisions) -> float:
+    """Bytes of a block that each rank with a copy of it writes; a frozen one has no moments."""
+    each = size.wide + size.moments if block.trained else size.compute
+    parameters = sum(parameter.numel() for parameter in block.parameters)
+    return each * parameters / block.groups.replicas.size
 
 
 def best_interval(cost: float, between_failures: float, least: float = 0.0) -> float:

@@ -13,9 +13,14 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import plan  # noqa: E402
-from megatron.tools._plan.checkpoint import best_interval, time_lost  # noqa: E402
+from megatron.tools._plan.checkpoint import (  # noqa: E402
+    best_interval,
+    shard_bytes,
+    time_lost,
+)
 
 import pretrain_gpt  # noqa: E402
+from megatron.config.validate import resolve  # noqa: E402
 
 FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
 --micro-batch-size 4 --global-batch-size 512
@@ -94,6 +99,33 @@ def test_how_long_a_checkpoint_takes_and_how_often(capsys):
     assert min(losses) == losses[1]
     # one save at a time: the next begins when this one is over
     assert best_interval(1, 100, 60) == 60
+
+
+def checkpoint_bytes(*flags: object) -> float:
+    """Bytes of a checkpoint of 8 ranks."""
+    config, vocab_size, world_size = plan.asked([*FLAGS, *map(str, flags), "--world-size", "8"])
+    config = resolve(config, world_size, vocab_size).config
+    stages = shard_bytes(config, vocab_size, world_size)
+    return sum(stages) * world_size / len(stages)
+
+
+def test_a_checkpoint_holds_each_expert_once():
+    """However many ranks have a copy of it."""
+    experts = "--num-experts", 8, "--moe-ffn-hidden-size", 2048, "--disable-bias-linear"
+    sizes = [
+        checkpoint_bytes(*experts, "--expert-model-parallel-size", ranks) for ranks in (1, 2, 8)
+    ]
+    # weights and moments in fp32 of two matrices of each expert in 24 layers
+    assert sizes[0] > 12 * 24 * 8 * 2 * 1024 * 2048
+    assert sizes == pytest.approx([sizes[0]] * 3)
+
+
+def test_a_checkpoint_has_frozen_weights_without_moments():
+    """2 bytes of a parameter in place of 12."""
+    whole, weights = checkpoint_bytes(), checkpoint_bytes("--no-save-optim")
+    assert whole == pytest.approx(3 * weights)
+    frozen = checkpoint_bytes("--freeze", "layers.0-23")
+    assert whole - frozen == pytest.approx(10 * 24 * 12 * 1024**2, rel=0.01)
 
 
 @pytest.mark.parametrize(
