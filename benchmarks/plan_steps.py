@@ -76,11 +76,11 @@ def busy_seconds() -> tuple[float, float]:
     return all_busy, sum(each.ru_utime + each.ru_stime for each in uses)
 
 
-def timed(run: ShortRun, environment: dict[str, str]) -> tuple[Sample, float]:
+def timed(run: ShortRun, environment: dict[str, str], device: str) -> tuple[Sample, float]:
     """(a run's step, how many cores others used in that time)."""
     before, own_before, began = *busy_seconds(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        sample = run_sample(timed_run(Path(folder), run, environment), WARM)
+        sample = run_sample(timed_run(Path(folder), run, environment), device, WARM)
     after, own_after, seconds = *busy_seconds(), time.monotonic() - began
     return sample, max(0.0, after - before - own_after + own_before) / seconds
 
@@ -91,7 +91,7 @@ def measured_and_predicted(
     """Seconds of each run, both ways."""
     found = {}
     for name, run in runs.items():
-        sample, others = timed(run, dict(os.environ))
+        sample, others = timed(run, dict(os.environ), hardware.device)
         time_ = sample.model.time(hardware)
         found[name] = {
             "ranks": run.ranks,

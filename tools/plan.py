@@ -16,7 +16,7 @@ checkpoint: bytes and seconds of a checkpoint, and how often to save.
     --mtbf HOURS          mean time between failures of the job (24)
 step: how long a step takes, where it goes, days and GPU hours of the run, and memory.
 search: the fastest layouts that fit, as flags to paste, and why the next ones lose. Flags of the
-layout (parallel sizes, ZeRO, micro-batch, recomputation) are what it looks for.
+layout (parallel sizes, ZeRO, micro-batch, recomputation, activation offload) it chooses itself.
 explain: what a change of one flag would bring.
     --hardware NAME|FILE  the device: a100-40, a100-80, b200, h100, h200, or a file that
                           measure or fit wrote (h100)
@@ -28,6 +28,7 @@ group.
     --kept-out            also apart: rows that the shipped constants were fitted to, and those kept
                           out of that fit, which a digest of model and layout chooses
     --unseen FILE.csv     more rows, none of which was fitted to
+    --hardware NAME|FILE  constants in the place of the shipped ones of this type of GPU
 fit FILE ... --hardware NAME|FILE --out FILE.json: a device's constants from steps that were
 measured: rows of such a CSV file, or metrics.jsonl of runs.
     --published           as the shipped constants are made: from what was known before any fit,
@@ -58,7 +59,7 @@ from megatron.tools._plan.measure import measure_machine
 from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.recompute import choose_layers
 from megatron.tools._plan.rows import is_kept_out, read_rows
-from megatron.tools._plan.search import Search, explain
+from megatron.tools._plan.search import Search, changed, explain, without_chosen
 from megatron.tools._plan.step_table import estimate, explain_report, search_report, step_report
 from megatron.tools._plan.table import memory_report
 from megatron.tools._plan.validate import (
@@ -66,6 +67,7 @@ from megatron.tools._plan.validate import (
     KEPT,
     UNSEEN,
     predict_row,
+    runs_on,
     validation_record,
     validation_report,
 )
@@ -88,7 +90,12 @@ NUMBERS: dict[str, dict[str, float | None]] = {
     "checkpoint": {"--write": 1.0, "--copy": 10.0, "--mtbf": 24.0},
     **dict.fromkeys(OF_A_DEVICE, OF_NODES),
 }
-OF_FILES = ("validate", "fit", "measure")
+WORDS = {
+    **dict.fromkeys(OF_A_DEVICE, {"--hardware"}),
+    "validate": {"--hardware", "--out", "--unseen"},
+    "fit": {"--hardware", "--out"},
+    "measure": {"--out"},
+}
 SWITCHES = {"step": "--json", "validate": "--kept-out", "fit": "--published"}
 
 
@@ -105,8 +112,7 @@ class Own:
 def take_own(what: str, argv: list[str]) -> Own:
     """Parse a command's own flags. Raises ArgumentErrors."""
     own = Own(dict(NUMBERS.get(what, {})), {}, set(), [])
-    named = {"--hardware", "--out"} if what in (*OF_A_DEVICE, *OF_FILES) else set()
-    named |= {"--unseen"} if what == "validate" else set()
+    named = WORDS.get(what, set())
     faults = []
     words = iter(argv)
     for word in words:
@@ -212,7 +218,11 @@ def hardware_of(own: Own) -> Hardware:
     """The device that --hardware names, in nodes of --gpus-per-node."""
     hardware = load_hardware(own.words.get("--hardware", "h100"))
     nodes = own.numbers.get("--gpus-per-node")
-    return hardware if nodes is None else dataclasses.replace(hardware, node_size=int(nodes))
+    if nodes is None:
+        return hardware
+    if nodes % 1:
+        raise ArgumentErrors([f"--gpus-per-node {nodes:g}: must be a whole number"])
+    return dataclasses.replace(hardware, node_size=int(nodes))
 
 
 def time_lines(what: str, own: Own) -> list[str]:
@@ -223,14 +233,20 @@ def time_lines(what: str, own: Own) -> list[str]:
     if config.distributed.device_memory is not None:
         hardware = dataclasses.replace(hardware, memory_gib=config.distributed.device_memory)
     if what == "search":
-        search = Search(config, vocab_size, world_size, hardware)
-        return search_report(search.run(), hardware)
+        config, replaced = without_chosen(config)
+        found = Search(config, vocab_size, world_size, hardware).run()
+        note = [f"in the place of {', '.join(replaced)}"] if replaced else []
+        return [*search_report(found, hardware, price), *note]
     resolved = resolve(config, world_size, vocab_size).config
-    resolved, reasons = choose_layers(resolved, vocab_size, world_size, "cuda")
-    memory = MemoryPlan(resolved, vocab_size, world_size, "cpu" if hardware.cores else "cuda")
+    resolved, reasons = choose_layers(resolved, vocab_size, world_size, hardware.device)
+    memory = MemoryPlan(resolved, vocab_size, world_size, hardware.device)
     found = estimate(memory, hardware)
     if what == "explain":
-        tried = explain(Search(config, vocab_size, world_size, hardware), resolved)
+        # each change is of the run with what --recompute auto has chosen
+        layers = resolved.training.recompute_layers
+        chosen = {"recompute": None, "memory_budget": None, "recompute_layers": layers}
+        search = Search(changed(config, chosen), vocab_size, world_size, hardware)
+        tried = explain(search, changed(resolved, chosen))
         return [*step_report(memory, found, price), *explain_report(found, tried)]
     if own.switches:
         return [json.dumps(found.written())]
@@ -241,14 +257,18 @@ def validate(own: Own) -> list[str]:
     """Rows of files next to their predictions; --out takes them as JSON."""
     if not own.rest and "--unseen" not in own.words:
         raise UserError("validate: a file of rows is missing: tools/plan.py validate rows.csv")
+    name = own.words.get("--hardware")
+    given = None if name is None else load_hardware(name)
     rows = [row for path in own.rest for row in read_rows(path)]
-    predictions = [predict_row(row) for row in rows]
+    predictions = [predict_row(row, given) for row in rows]
     if own.switches:
         for each in predictions:
             each.part = KEPT if is_kept_out(each.row) else FITTED
     if "--unseen" in own.words:
-        more = [predict_row(row) for row in read_rows(own.words["--unseen"])]
+        more = [predict_row(row, given) for row in read_rows(own.words["--unseen"])]
         predictions += [dataclasses.replace(each, part=UNSEEN) for each in more]
+    if given and not any(not each.refused and runs_on(each.row, given) for each in predictions):
+        raise UserError(f"--hardware {name}: no row that can be predicted ran on {given.name}")
     if "--out" in own.words:
         found = validation_record(predictions)
         Path(own.words["--out"]).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -269,9 +289,7 @@ def written_out(
     own: Own, hardware: Hardware, sources: dict[str, str], prior: Hardware | None = None
 ) -> list[str]:
     """A device goes to --out; a line for each constant."""
-    out = own.words.get("--out")
-    if out is None:
-        raise UserError("--out FILE.json is missing: where the constants go")
+    out = own.words["--out"]
     write_hardware(Path(out), hardware, sources, prior)
     return [
         *(f"{name} {getattr(hardware, name):.6g}: {text}" for name, text in sources.items()),
@@ -279,9 +297,22 @@ def written_out(
     ]
 
 
+def check_out(what: str, own: Own) -> None:
+    """Raises UserError where the result could not be written, before it is worked out."""
+    out = own.words.get("--out")
+    if out is None:
+        if what in ("fit", "measure"):
+            raise UserError("--out FILE.json is missing: where the constants go")
+        return
+    path = Path(out)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--out {out}: cannot be written; give a file in a folder that exists")
+
+
 def run(what: str, argv: list[str]) -> list[str]:
     """The lines of a command. Raises UserError for what the user can fix."""
     own = take_own(what, argv)
+    check_out(what, own)
     if what in OF_A_DEVICE:
         return time_lines(what, own)
     if what == "validate":
@@ -289,6 +320,8 @@ def run(what: str, argv: list[str]) -> list[str]:
     if what == "fit":
         return fit_device(own)
     if what == "measure":
+        if own.rest:
+            raise ArgumentErrors([f"{word}: unexpected argument" for word in own.rest])
         hardware, sources = measure_machine(dict(os.environ))
         return written_out(own, hardware, sources)
     return plan(what, own)
@@ -300,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if (
         not argv
-        or argv[0] not in (*NUMBERS, *OF_FILES)
+        or argv[0] not in (*NUMBERS, *WORDS)
         or any(word in ("-h", "--help") for word in argv)
     ):
         print(__doc__.strip(), file=sys.stdout if "--help" in argv or "-h" in argv else sys.stderr)

@@ -12,12 +12,12 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.tools._plan.hardware import Hardware, Pricing, Seconds, gpu_type, load_hardware
+from megatron.tools._plan.hardware import OF_MEMORY, Hardware, Pricing, Seconds, load_hardware
 from megatron.tools._plan.rows import (
     Row,
     hardware_name,
@@ -28,7 +28,7 @@ from megatron.tools._plan.rows import (
     read_rows,
 )
 from megatron.tools._plan.step import StepModel
-from megatron.tools._plan.validate import percentile, row_config
+from megatron.tools._plan.validate import percentile, row_config, runs_on
 from megatron.tools._report.metrics_file import metrics_path, read_metrics
 
 from megatron.config.errors import UserError
@@ -140,18 +140,13 @@ def loss(samples: Sequence[Sample], hardware: Hardware, prior: Hardware) -> floa
     return total / sum(weights) + PENALTY * moved
 
 
-def fit(
-    samples: Sequence[Sample],
-    prior: Hardware,
-    rounds: int = 8,
-    report: Callable[[int, float], None] = lambda number, value: None,
-) -> Hardware:
+def fit(samples: Sequence[Sample], prior: Hardware, rounds: int = 8) -> Hardware:
     """The device with the constants that explain the samples, by descent along one constant after
     another.
     """
     found = prior
     steps = dict.fromkeys(priors_of(prior), 0.25)
-    for number in range(rounds):
+    for _ in range(rounds):
         for sample in samples:
             if isinstance(sample.model, SteadyStep):
                 sample.model.simulated = None
@@ -160,7 +155,6 @@ def fit(
             found, best, moved = _along(samples, found, prior, name, steps[name], best)
             if not moved:
                 steps[name] /= 2
-        report(number, best)
     return found
 
 
@@ -187,9 +181,9 @@ def _along(
     return found, best, moved
 
 
-def run_sample(metrics: str | Path, warm: int = 1) -> Sample:
-    """A run as a sample: its configuration, and the median of its iterations' times but for the
-    first `warm` rows. Raises UserError.
+def run_sample(metrics: str | Path, device: str, warm: int = 1) -> Sample:
+    """A run on a `device`, cuda or cpu, as a sample: its configuration, and the median of its
+    iterations' times but for the first `warm` rows. Raises UserError.
     """
     path = metrics_path(metrics)
     rows = read_metrics(path)
@@ -205,11 +199,8 @@ def run_sample(metrics: str | Path, warm: int = 1) -> Sample:
     vocab_size = written.get("vocab_size") or config.data.vocab_size
     if vocab_size is None:
         raise UserError(f"{config_file(path)}: does not give the tokenizer's number of entries")
-    model = SteadyStep(config, int(vocab_size), world_size)
+    model = SteadyStep(config, int(vocab_size), world_size, device=device)
     return Sample(model, statistics.median(times), str(path))
-
-
-OF_MEMORY = ("memory_gib", "memory_gbps")  # in which devices of one type differ
 
 
 def row_sample(row: Row) -> Sample | None:
@@ -230,7 +221,7 @@ def row_samples(path: str | Path, device: Hardware) -> list[tuple[Sample, bool]]
     """The rows of a file that ran on devices of this type, and whether each is kept out."""
     found = []
     for row in read_rows(path):
-        if gpu_type(load_hardware(hardware_name(row))) == gpu_type(device):
+        if runs_on(row, device):
             sample = row_sample(row)
             if sample is not None:
                 found.append((sample, is_kept_out(row)))
@@ -249,7 +240,7 @@ def fit_files(
         if str(path).endswith(".csv"):
             samples += row_samples(path, prior)
         else:
-            samples.append((run_sample(path), False))
+            samples.append((run_sample(path, prior.device), False))
     fitted = [sample for sample, is_out in samples if not (published and is_out)]
     if not fitted:
         raise UserError(

@@ -75,6 +75,11 @@ class Hardware:
     # by kind of layout the 10th and 90th percentile of measured over predicted seconds
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
 
+    @property
+    def device(self) -> str:
+        """The torch device type whose kernels a run uses."""
+        return "cpu" if self.cores else "cuda"
+
     def product_seconds(self, product: Product) -> float:
         """Of matrix products."""
         if product.flops == 0:
@@ -322,6 +327,9 @@ def hardware_of(written: dict[str, Any], is_fitted: bool = True) -> Hardware:
         kind: (float(low), float(high)) for kind, (low, high) in written.get("errors", {}).items()
     }
     return Hardware(name=written["name"], errors=errors, **values)
+
+
+OF_MEMORY = ("memory_gib", "memory_gbps")  # in which devices of one type differ
 
 
 def gpu_type(hardware: Hardware) -> str:

@@ -188,14 +188,14 @@ def timed_run(folder: Path, run: ShortRun, environment: dict[str, str]) -> Path:
     return metrics
 
 
-def short_runs(runs: Sequence[ShortRun], environment: dict[str, str]) -> list[Sample]:
+def short_runs(runs: Sequence[ShortRun], environment: dict[str, str], device: str) -> list[Sample]:
     """How long the iterations of these took."""
     samples = []
     with tempfile.TemporaryDirectory() as folder:
         for number, run in enumerate(runs):
             place = Path(folder) / str(number)
             place.mkdir()
-            samples.append(run_sample(timed_run(place, run, environment), WARM))
+            samples.append(run_sample(timed_run(place, run, environment), device, WARM))
     return samples
 
 
@@ -210,7 +210,7 @@ def measure_machine(environment: dict[str, str]) -> tuple[Hardware, dict[str, st
     prior = _prior(cuda, kernels | links, devices)
     most = devices if cuda else 2 * devices  # processes may share a core, not a GPU
     runs = [run for run in (GPU_RUNS if cuda else CPU_RUNS) if run.ranks <= most]
-    samples = short_runs(runs, environment)
+    samples = short_runs(runs, environment, device.type)
     hardware = fit(samples, prior, rounds=16)
     timed = f"timed alone on this machine, torch {torch.__version__}"
     sources = dict.fromkeys((*kernels, *links), timed)

@@ -30,6 +30,7 @@ from megatron.config.derive import derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import GROUPS, Config
 from megatron.config.metadata import flag_name
+from megatron.config.options import FIELDS
 from megatron.config.stages import AUTO
 from megatron.config.validate import checked, cross_field_faults
 from megatron.model.kernels import choose_kernels
@@ -76,6 +77,13 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 FOUND = 5  # layouts that are shown
 PLANNED = 60  # layouts that are planned to the byte at most
 NEAR = 2  # times the device's memory that a layout may need to be shown as one that does not fit
+# what a search chooses, whatever the flags of the run ask for
+CHOSEN = (
+    "recompute memory_budget recompute_granularity recompute_modules recompute_method "
+    "recompute_num_layers recompute_layers distribute_saved_activations activation_offload "
+    "offload_modules activation_offload_fraction min_offloaded_tensor_size "
+    "hierarchical_context_parallel_sizes num_layers_per_virtual_pipeline_stage"
+).split()
 USUAL = {("context_parallel_size", 1), ("moe_token_dispatcher_type", "alltoall")}
 SHORT = 8192  # tokens of a sequence below which context parallelism is not tried
 
@@ -135,6 +143,16 @@ def changed(config: Config, change: Change) -> Config:
     for group, values in groups.items():
         config = config.with_fields(group, **values)
     return config
+
+
+def without_chosen(config: Config) -> tuple[Config, list[str]]:
+    """The run without its settings of what a search chooses, and the flags of these."""
+    given = {
+        name: FIELDS[name].default
+        for name in CHOSEN
+        if getattr(getattr(config, GROUP_OF[name]), name) != FIELDS[name].default
+    }
+    return changed(config, given), [*map(flag_name, given)]
 
 
 def layouts(config: Config, world_size: int, node_size: int) -> Iterator[tuple[Change, int]]:
@@ -263,10 +281,10 @@ class Search:
         """
         asked = changed(self.config, change)
         config = checked(asked, self.world_size, self.vocab_size).config
-        model = StepModel(config, self.vocab_size, self.world_size)
+        model = StepModel(config, self.vocab_size, self.world_size, device=self.hardware.device)
         kinds = model.operations.shape.of_units, config.optimizer.optimizer_cpu_offload
         if kinds not in self.with_kernels:
-            choose_kernels(config, torch.device("cuda"))
+            choose_kernels(config, torch.device(self.hardware.device))
             self.with_kernels.add(kinds)
         return model
 
@@ -314,7 +332,7 @@ class Search:
     def plan(self, found: Candidate) -> None:
         """Memory of the fullest rank; of the first alone where that is too much already."""
         self.found.planned += 1
-        steps = PlannedSteps(found.config, self.vocab_size, self.world_size, "cuda")
+        steps = PlannedSteps(found.config, self.vocab_size, self.world_size, self.hardware.device)
         total = steps.of_rank(0, Ledger()).total
         if total <= (self.hardware.memory_gib - RESERVE) * 2**30:
             others = (rank for rank in steps.largest_ranks() if rank > 0)
@@ -331,7 +349,7 @@ class Search:
     def is_too_large(self, found: Candidate) -> bool:
         """Whether one whose first pipeline rank may fit has another one that cannot."""
         most = self.hardware.memory_gib - RESERVE
-        steps = PlannedSteps(found.config, self.vocab_size, self.world_size, "cuda")
+        steps = PlannedSteps(found.config, self.vocab_size, self.world_size, self.hardware.device)
         return any(
             self.least_gib(found, rank) + running_gib(found.model, rank) > most
             for rank in steps.largest_ranks()

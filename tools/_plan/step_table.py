@@ -160,8 +160,8 @@ def candidate_line(number: int, each: Candidate, best: Candidate) -> str:
     return f"{text}\n   {slower:.1%} slower: {why_slower(best.time, each.time)}"
 
 
-def search_report(found: SearchResult, hardware: Hardware) -> list[str]:
-    """All that `tools/plan.py search` prints."""
+def search_report(found: SearchResult, hardware: Hardware, price: float | None = None) -> list[str]:
+    """All that `tools/plan.py search` prints; `price`: dollars of a GPU hour."""
     lines = [f"{found.timed:,} layouts timed, {found.planned} planned to the byte"]
     if not found.best:
         return [*lines, "none fits: more ranks, a shorter sequence or a smaller model are needed"]
@@ -172,7 +172,7 @@ def search_report(found: SearchResult, hardware: Hardware) -> list[str]:
             f"would be {1 - each.seconds / best.seconds:.1%} faster, and needs "
             f"{each.peak_gib:.1f} GiB or more, of {hardware.memory_gib:g}: {each.flags}"
         )
-    return lines
+    return [*lines, f"the first: {budget_line(best.config, best.time, price)}"]
 
 
 def explain_report(found: Estimate, tried: list[Candidate]) -> list[str]:

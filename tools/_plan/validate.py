@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.tools._plan.hardware import Hardware, load_hardware
+from megatron.tools._plan.hardware import OF_MEMORY, Hardware, gpu_type, load_hardware
 from megatron.tools._plan.program_memory import peak_of
 from megatron.tools._plan.rows import (
     Row,
@@ -101,10 +101,19 @@ def row_model(row: Row) -> StepModel:
     return StepModel(config, vocabulary, world, program_of(row))
 
 
-def row_hardware(row: Row, given: dict[str, Hardware] | None = None) -> Hardware:
-    """The device of a row, with the network that its note names."""
-    name = hardware_name(row)
-    hardware = given[name] if given and name in given else load_hardware(name)
+def runs_on(row: Row, device: Hardware) -> bool:
+    """Whether a row ran on devices of this type."""
+    return gpu_type(load_hardware(hardware_name(row))) == gpu_type(device)
+
+
+def row_hardware(row: Row, given: Hardware | None = None) -> Hardware:
+    """The device of a row, with the network that its note names; `given`: in the place of the
+    shipped constants of its type.
+    """
+    hardware = load_hardware(hardware_name(row))
+    if given is not None and runs_on(row, given):
+        own = {name: getattr(hardware, name) for name in OF_MEMORY}
+        hardware = dataclasses.replace(given, **own)
     bandwidth = network(row)
     if bandwidth is None:
         return hardware
@@ -123,7 +132,7 @@ def filled(row: Row) -> list[Row]:
     return [row | dict(zip(open_ones, choice, strict=True)) for choice in choices]
 
 
-def predict_row(row: Row, given: dict[str, Hardware] | None = None) -> Prediction:
+def predict_row(row: Row, given: Hardware | None = None) -> Prediction:
     """What the planner specifies of a row."""
     best: Prediction | None = None
     refused = "no choice of what the row leaves open can run"
@@ -141,7 +150,7 @@ def predict_row(row: Row, given: dict[str, Hardware] | None = None) -> Predictio
     return best
 
 
-def _predict(row: Row, given: dict[str, Hardware] | None) -> Prediction:
+def _predict(row: Row, given: Hardware | None) -> Prediction:
     model = row_model(row)
     hardware = row_hardware(row, given)
     time = model.time(hardware)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from megatron.tools._plan.hardware import write_hardware
 from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.operations import Operations
 from megatron.tools._plan.program import OURS, Program
@@ -13,7 +15,7 @@ from megatron.tools._plan.program_memory import peak_of
 from megatron.tools._plan.rows import program_of, read_rows, row_flags
 from megatron.tools._plan.validate import percentile, predict_row, score, spearman
 from megatron.tools._plan.work import Exchange
-from step_models import DENSE, TOKENS, VOCABULARY, resolved
+from step_models import DENSE, H100, TOKENS, VOCABULARY, resolved
 
 from megatron.config.errors import UserError
 from tools.plan import run
@@ -49,6 +51,21 @@ def test_every_row_has_an_answer_in_order(file, tmp_path):
     assert rows[3]["fits"] == "no" and rows[0]["fits"] in ("yes", "tight")
     assert "num-attention-heads" in rows[2]["refused"] or "divisible" in rows[2]["refused"]
     assert any(line.strip().endswith("all") for line in text)
+
+
+def test_rows_are_held_against_constants_that_are_given(file, tmp_path):
+    """Those of devices of their type."""
+    out, mine = tmp_path / "out.json", tmp_path / "mine.json"
+    slow = dataclasses.replace(H100, product_efficiency=H100.product_efficiency / 2)
+    write_hardware(mine, slow, {})
+    steps = []
+    for more in ([], ["--hardware", str(mine)]):
+        run("validate", [str(file), "--out", str(out), *more])
+        steps.append([row.get("step_s") for row in json.loads(out.read_text())["rows"]])
+    shipped, given = steps
+    assert given[0] > 1.3 * shipped[0] and given[3] == shipped[3]
+    with pytest.raises(UserError, match="--hardware b200: no row that can be predicted ran on"):
+        run("validate", [str(file), "--hardware", "b200"])
 
 
 def test_columns_may_be_named_in_a_remark(tmp_path):

@@ -18,6 +18,7 @@ from megatron.tools._plan.search import (
     changed,
     explain,
     layouts,
+    without_chosen,
 )
 from megatron.tools._plan.simulate import Costs, simulate
 from megatron.tools._plan.step import Cost, least_pipeline_seconds
@@ -27,7 +28,9 @@ from megatron.tools._plan.verdict import RESERVE
 from step_models import DENSE, EXPERTS, GATHER, H100, TOKENS, VOCABULARY, asked, resolved, step
 
 from megatron.config.errors import UserError
+from megatron.config.groups import Config
 from megatron.parallel.schedule import build_schedule
+from tools import plan
 from tools.plan import run
 
 EP = "--expert-model-parallel-size"
@@ -59,6 +62,43 @@ def test_a_search_needs_no_layout_that_divides_the_batch():
     assert "batch" not in str(raised.value)
     with pytest.raises(UserError, match="--attention-backend fa4: cannot compute --window-size"):
         run("search", f"{DENSE} --world-size 8 --window-size 1024 --attention-backend fa4".split())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--recompute-granularity full --distribute-saved-activations",
+        "--recompute-granularity selective --recompute-modules core_attn",
+        "--recompute auto --memory-budget 40",
+        "--recompute-layers full*8",
+        "--activation-offload --offload-modules mlp_fc1 --activation-offload-fraction 0.5",
+        "--num-layers-per-virtual-pipeline-stage 2 --hierarchical-context-parallel-sizes 2 2",
+    ],
+)
+def test_a_search_chooses_whatever_the_flags_have_chosen(flags):
+    config, replaced = without_chosen(asked(DENSE + flags))
+    assert config == asked(DENSE)
+    assert replaced and set(replaced) == {word for word in flags.split() if word[:2] == "--"}
+
+
+def test_a_search_prints_what_its_layouts_replace_and_what_the_first_costs():
+    flags = f"{DENSE} --num-layers 4 --world-size 4 --gpu-hour-price 2 --recompute-layers full*4"
+    lines = run("search", flags.split())
+    assert lines[1].startswith("1. ") and lines[-1] == "in the place of --recompute-layers"
+    assert lines[-2].startswith("the first: 10 iterations, ") and "dollars at 2 each" in lines[-2]
+
+
+def test_a_search_for_a_cpu_has_the_kernels_of_a_cpu():
+    cpu = dataclasses.replace(H100, cores=8)
+    search = Search(asked(DENSE), VOCABULARY, 8, cpu)
+    each = search.candidate({"zero_stage": 1})
+    search.plan(each)
+    memory = MemoryPlan(resolved(f"{DENSE} --zero-stage 1"), VOCABULARY, 8, "cpu")
+    assert each.peak_gib == memory.fullest.total / 2**30
+    assert (
+        search.model({}).time(cpu)
+        == estimate(MemoryPlan(resolved(DENSE), VOCABULARY, 8, "cpu"), cpu).time
+    )
 
 
 def changes_of(flags: str, world: int) -> list[dict]:
@@ -213,6 +253,22 @@ def test_explain_tries_no_value_that_the_run_has():
     config, _ = choose_layers(resolved(flags), VOCABULARY, 8, "cuda")
     tried = explain(Search(asked(flags), VOCABULARY, 8, H100), config)
     assert tried and all(changed(config, each.layout) != config for each in tried)
+
+
+def test_explain_changes_the_run_that_the_plan_has_chosen(monkeypatch):
+    """With --recompute auto: its layers are recomputed in every candidate, too."""
+    found = []
+
+    def tried(search: Search, config: Config) -> list:
+        found.extend([search.config, config])
+        return []
+
+    monkeypatch.setattr(plan, "explain", tried)
+    flags = f"{DENSE} --recompute auto --memory-budget 9 --world-size 8"
+    plan.run("explain", flags.split())
+    given, config = (each.training for each in found)
+    assert given.recompute_layers == config.recompute_layers != None  # noqa: E711
+    assert given.recompute is config.recompute is None
 
 
 def test_the_tool_prints_a_step_as_text_and_as_json():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from megatron.tools._plan import step as module
-from megatron.tools._plan.fit import Sample, SteadyStep, fit
+from megatron.tools._plan.fit import Sample, SteadyStep, fit, fit_files
 from megatron.tools._plan.hardware import (
     FOLDER,
     known_hardware,
@@ -17,12 +17,13 @@ from megatron.tools._plan.hardware import (
     write_hardware,
 )
 from megatron.tools._plan.rows import read_rows
-from megatron.tools._plan.step import group_shapes
+from megatron.tools._plan.step import StepModel, group_shapes
 from megatron.tools._plan.validate import predict_row
 from step_models import DENSE, EXPERTS, H100, HIDDEN, TOKENS, TP2, VOCABULARY, resolved, step
 
 from megatron.config.errors import UserError
 from megatron.distributed.groups import build_groups, group_options, layout_of
+from megatron.observe.tracking import config_file
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs/results"
 
@@ -188,3 +189,16 @@ def test_the_fit_finds_constants_that_steps_were_made_with():
     before = max(abs(sample.error(H100)) for sample in samples)
     assert before > 0.1
     assert max(abs(sample.error(found)) for sample in samples) < before / 4
+
+
+def test_a_run_of_a_cpu_is_fitted_to_with_the_kernels_of_a_cpu(tmp_path):
+    """A step that takes what the prior predicts moves no constant."""
+    config, metrics = resolved(DENSE), tmp_path / "metrics.jsonl"
+    prior = dataclasses.replace(H100, cores=8)
+    seconds = StepModel(config, VOCABULARY, 8, device="cpu").time(prior).seconds
+    rows = ({"iteration": i, "iteration-time": seconds, "world-size": 8} for i in (1, 2))
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = {"config": config.to_dict(), "vocab_size": VOCABULARY}
+    config_file(metrics).write_text(json.dumps(written))
+    _, moved = fit_files([str(metrics)], prior)
+    assert not moved

@@ -152,3 +152,20 @@ def test_bad_flags_get_the_error_of_a_dry_run(capsys, flags):
 def test_faults_of_its_own_flags(capsys, flags, message):
     shown = lines(capsys, *FLAGS, *flags, code=2)
     assert shown[0] == "1 fault in the settings:" and message in shown[1]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["measure"], "--out FILE.json is missing"),
+        (["fit", "rows.csv"], "--out FILE.json is missing"),
+        (["measure", "--out", "none/machine.json"], "--out none/machine.json: cannot be written"),
+        (["validate", "rows.csv", "--out", "."], "--out .: cannot be written"),
+        (["measure", "--out", "m.json", "--hardware", "h100"], "--hardware: unexpected argument"),
+        (["step", *FLAGS, "--world-size", "8", "--out", "step.json"], "--out"),
+        (["step", *FLAGS, "--world-size", "8", "--gpus-per-node", "0.5"], "a whole number"),
+    ],
+)
+def test_what_has_no_effect_or_cannot_be_written_is_refused_first(capsys, words, message):
+    assert plan.main(words) == 2
+    assert message in capsys.readouterr().err
