@@ -5,7 +5,6 @@ checks whether it is current.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from megatron.config.compatibility import (  # noqa: E402
     rows,
     table,
 )
-from megatron.config.groups import Config  # noqa: E402
+from megatron.config.groups import GROUPS  # noqa: E402
 from megatron.config.help import COMMANDS, HELP  # noqa: E402
 from megatron.config.options import FIELDS, Option, key, options_by_flag  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
@@ -117,10 +116,10 @@ def document() -> str:
     """The text of docs/flags.md."""
     commands = [f"| `{name}` | {_cell(text)} |" for name, text in {**HELP, **COMMANDS}.items()]
     lines = [INTRODUCTION.rstrip(), *_section("## command", "flag | meaning", commands)]
-    for field in dataclasses.fields(Config):
+    for group in GROUPS:
         columns = "flag | default | meaning | difference from Megatron-LM"
-        options = [option for option in FIELDS.values() if option.group == field.name]
-        lines += _section(f"## {field.name}", columns, map(_option_row, options))
+        options = [option for option in FIELDS.values() if option.group == group]
+        lines += _section(f"## {group}", columns, map(_option_row, options))
     same = [
         f"| `{flag} {theirs}` | `{flag} {ours}` |"
         for (flag, theirs), ours in by_value("values").items()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config import compatibility
 from megatron.config.deepspeed import compare_with_deepspeed
@@ -84,4 +84,5 @@ def parse_arguments(argv: list[str]) -> Parsed:
     if reading.faults:
         raise ArgumentErrors([*reading.faults, *_rule_faults(reading.config, reading.unsure)])
     print_config = "--print-config" in reading.commands
-    return Parsed(GivenConfig(reading.config), reading.notes, not_done, dry_run, print_config)
+    flags = replace(reading.config, given=frozenset(reading.set_by))
+    return Parsed(GivenConfig(flags), reading.notes, not_done, dry_run, print_config)

@@ -539,7 +539,7 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All groups of one run."""
+    """All groups of one run; `given` names the fields that a flag set, to their defaults too."""
 
     model: ModelConfig = ModelConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -550,10 +550,11 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     distributed: DistributedConfig = DistributedConfig()
+    given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested plain dictionaries: what --print-config, wandb and checkpoints store."""
-        return dataclasses.asdict(self)
+        return {name: dataclasses.asdict(getattr(self, name)) for name in GROUPS}
 
     def with_fields(self, group: str, **values: Any) -> Config:
         """The same run with other values of some fields of a group."""
@@ -566,14 +567,18 @@ class Config:
         an unknown field.
         """
         config = cls()
-        for group in dataclasses.fields(cls):
-            fields = groups.get(group.name, {}).items()
+        for group in GROUPS:
+            fields = groups.get(group, {}).items()
             values = {name: tuple(v) if isinstance(v, list) else v for name, v in fields}
-            config = config.with_fields(group.name, **values)
+            config = config.with_fields(group, **values)
         return config
 
 
-GROUPS: dict[str, Any] = {group.name: type(group.default) for group in dataclasses.fields(Config)}
+GROUPS: dict[str, Any] = {
+    group.name: type(group.default)
+    for group in dataclasses.fields(Config)
+    if dataclasses.is_dataclass(group.default)
+}
 
 # The settings as flags and files give them, called `flags`: derived values are still None. A
 # `config` is what `resolve` makes of them, which all code gets but parsing and the start of a run.

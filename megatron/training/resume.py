@@ -264,14 +264,14 @@ def take_checkpoint_args(flags: GivenConfig) -> GivenConfig:
         raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
     # Checkpoints hold the type of positions that follows from the flags.
     config = derive(flags, 1, None, POSITIONS[:1]).config
-    # A field at its default is taken from the checkpoint; one that was given must agree with it.
+    # A field that was not given is taken from the checkpoint; one that was must agree with it.
     faults = []
     for each in _differences(theirs, config):
         option, there = FIELDS[each.name], each.theirs
         # an imported model has no run's settings: the command line's are taken
         if not option.change.taken or there is None:
             continue
-        if each.ours == option.default:
+        if each.ours == option.default and each.name not in flags.given:
             try:
                 value = option.load(list(there) if isinstance(there, tuple) else there)
             except UserError as error:

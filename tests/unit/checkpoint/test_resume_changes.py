@@ -22,13 +22,23 @@ from test_checkpoint_damage import RUN_STATE
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.run_state import check_run_state, config_of, from_saved
+from megatron.checkpoint.writer import save_checkpoint
+from megatron.config.arguments import dump_config, parse_arguments
+from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.config.options import FIELDS
+from megatron.model.spec import Box
 from megatron.optimizer import lr_schedule
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.training import resume as resume_module
-from megatron.training.resume import changed_data, changed_fields, check_complete, logged_changes
+from megatron.training.resume import (
+    changed_data,
+    changed_fields,
+    check_complete,
+    logged_changes,
+    take_checkpoint_args,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -102,6 +112,23 @@ def test_another_schedule_is_not_bit_for_bit(root):
         ("--use-checkpoint-opt-param-scheduler", "resumes bit for bit"),
     ):
         assert text in resume(root, "--exit-interval 4 --lr 2e-2", flag)
+
+
+def test_a_flag_that_is_given_at_its_default_is_given(tmp_path):
+    """A checkpoint's argument takes the place of defaults that were not written alone."""
+    trained = Config().with_fields("model", hidden_dropout=0.0, rotary_base=5e5)
+    state = {"config": trained.to_dict(), "vocab_size": 101, "iteration": 1}
+    save_checkpoint(tmp_path, 1, [(Box("x", (1,), (0,), (1,)), torch.zeros(1))], state)
+    load = [*DATA, "--load", str(tmp_path), "--use-checkpoint-args"]
+    assert take_checkpoint_args(parse_arguments(load).config).model == trained.model
+    taken = take_checkpoint_args(parse_arguments([*load, "--hidden-dropout", "0.1"]).config).model
+    assert (taken.hidden_dropout, taken.rotary_base) == (0.1, 5e5)
+    with pytest.raises(ArgumentErrors, match="--rotary-base 10000.*: the checkpoint has 500000"):
+        take_checkpoint_args(parse_arguments([*load, "--rotary-base", "10000"]).config)
+    # what a printed configuration holds at its default was not given
+    (tmp_path / "all.json").write_text(dump_config(Config()))
+    printed = parse_arguments([*load, "--config", str(tmp_path / "all.json")]).config
+    assert take_checkpoint_args(printed).model == trained.model
 
 
 def ledger(*sources: tuple[str, str, int]) -> dict:
@@ -422,7 +449,7 @@ FORMATS = Path(__file__).parent / "formats"
 RUN = """--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8
 --micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer
 --vocab-size 15 --lr 1e-3 --train-iters 3 --lr-decay-iters 10 --eval-iters 0 --log-interval 1
---log-throughput""".split()
+--hidden-dropout 0 --attention-dropout 0 --log-throughput""".split()
 # What the commit before did not write: tensors, kernels and the open part of a log line; the
 # rates of --decoupled-lr (written by runs that give it).
 FLAGS = {"8dfc5ed": (), "c7b2e9f": (), "2497f94": ("--decoupled-lr", "5e-4")}
@@ -438,7 +465,8 @@ def test_a_checkpoint_of_an_earlier_version_loads(tmp_path, commit):
     shown = start((*RUN, *FLAGS[commit], "--load", str(folder), "--save", str(tmp_path)))
     assert "at iteration 2; resumes " in shown and shown.endswith("exit code 0"), shown
 
-    # its third step is the one that the earlier version took
+    # Its third step is the one that the earlier version took: without dropout, whose masks have
+    # become others since.
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     wanted = json.loads((folder / "third_step.json").read_text())
     assert row["iteration"] == 3
