@@ -18,6 +18,14 @@ from megatron.model.spec import ParameterSpec
 def accumulate_embedding_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
     """main_grad [v, h] += dy [s, b, h] at rows ids [s, b]: deterministic, no dense matrix."""
     ids, dy = ids.flatten(), dy.flatten(0, -2)
+    if main_grad.itemsize < 4:
+        # a frequent token's rows are summed in fp32, at the place of one of them, and rounded once
+        places = torch.arange(len(ids), device=ids.device)
+        place = ids.new_empty(len(main_grad)).index_put_((ids,), places)[ids]
+        sums = torch.zeros_like(dy, dtype=torch.float32)
+        accumulate_embedding_grad(dy, place, sums)
+        main_grad[ids] = (main_grad[ids] + sums[place]).to(main_grad.dtype)
+        return
     if main_grad.is_cuda:
         # sorts the ids and adds in order, where index_add_ adds atomically
         main_grad.index_put_((ids,), dy.to(main_grad.dtype), accumulate=True)
