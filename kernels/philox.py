@@ -7,14 +7,14 @@ wrapping product keeps the high half recoverable.
 
 A *field* is a matrix of random words addressed by row words and a column: the counter is (row
 words..., column // 4, 0...), the lane column % 4. Any rectangle of a field can be computed alone,
-so every layout of a run sees the same weights and dropout masks.
+so every layout of a run sees the same weights. Dropout decides by half words, eight of a counter.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,38 +61,38 @@ def fill(
     rows: Sequence[Tensor],
     first_column: int,
     transform: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    blocks: Tensor | None = None,
 ) -> None:
     """Write the rectangle [rows, first_column : first_column + C] of a field, each word passed
     through `transform`, into out [R, C].
 
     `rows` are one to three int64 tensors [R], the row words; `transform` maps the four lanes to
-    four tensors of values. `blocks` [ceil(C / 4)]: columns divided by 4, of each four of them,
-    where these do not lie side by side; first_column is 0 then.
+    four tensors of values.
     """
-    row_count, columns = out.shape
-    first_block = first_column // 4
-    if blocks is None:
-        last_block = -(-(first_column + columns) // 4)
-        blocks = torch.arange(first_block, last_block, device=out.device)
+    columns = out.shape[1]
+    first_block, last_block = first_column // 4, -(-(first_column + columns) // 4)
+    blocks = torch.arange(first_block, last_block, device=out.device)
+    skip = first_column - 4 * first_block
+    for part, words in _words(out, key, rows, blocks):
+        values = torch.stack(list(transform(words)), dim=-1)  # [rows, blocks, lanes]
+        part.copy_(values.flatten(1)[:, skip : skip + columns])
+
+
+def _words(
+    out: Tensor, key: Key, rows: Sequence[Tensor], blocks: Tensor
+) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]]:
+    """Some rows of out [R, C], and the words at their counters (row words..., block, 0...), again
+    and again: as many as keep the words in the cache, where they are written out.
+    """
+    row_count, step = out.shape[0], max(1, out.shape[0])
+    if not torch.compiler.is_compiling() and not out.is_meta:
+        threads = 1 if out.is_cuda else torch.get_num_threads()
+        step = max(1, DROPOUT_COUNTERS[out.device.type] * threads // len(blocks))
     blocks = blocks.unsqueeze(0)
     zeros = [torch.zeros_like(blocks)] * (3 - len(rows))
-    skip = first_column - 4 * first_block
-    step = _rows_at_once(out, blocks.shape[1])
     for start in range(0, row_count, step):
-        stop = min(start + step, row_count)
-        words = [word[start:stop, None] for word in rows]
-        # [rows, blocks, lanes]
-        values = torch.stack(list(transform(philox4x32([*words, blocks, *zeros], key))), dim=-1)
-        out[start:stop] = values.flatten(1)[:, skip : skip + columns]
-
-
-def _rows_at_once(out: Tensor, blocks: int) -> int:
-    """As many rows as keep the words of a step in the cache, where they are written out."""
-    if torch.compiler.is_compiling() or out.is_meta:
-        return max(1, out.shape[0])
-    threads = 1 if out.is_cuda else torch.get_num_threads()
-    return max(1, DROPOUT_COUNTERS[out.device.type] * threads // blocks)
+        some = slice(start, min(start + step, row_count))
+        counters = [word[some, None] for word in rows]
+        yield out[some], philox4x32([*counters, blocks, *zeros], key)
 
 
 def _box_muller(lanes: Sequence[Tensor]) -> list[Tensor]:
@@ -122,20 +122,29 @@ def normal(out: Tensor, key: Key, first_row: int, first_column: int, std: float)
 
 
 def keep_mask(
-    key: Key,
-    rows: Sequence[Tensor],
-    columns: int,
-    drop: float,
-    first_column: int = 0,
-    blocks: Tensor | None = None,
+    key: Key, rows: Sequence[Tensor], columns: int, drop: float, blocks: Tensor | None = None
 ) -> Tensor:
-    """Dropout mask [R, columns] (bool, True = keep): an element is dropped when its word is below
-    drop x 2^32. `blocks`: see `fill`.
+    """Dropout mask [R, columns] (bool, True = keep) of rows with the words `rows`, see `fill`.
+
+    The counter of a column is (row words..., column // 8, 0...), its lane column % 8: the lower
+    and the upper half of word 0, of word 1, ..., as numbers from -2^15 to 2^15 - 1. It is dropped
+    when that is below `lowest_kept(drop)`. `blocks` [ceil(columns / 8)]: columns divided by 8, of
+    each eight of them, where these do not lie side by side.
     """
-    out = torch.empty(rows[0].shape[0], columns, dtype=torch.bool, device=rows[0].device)
-    threshold = round(drop * 2**32)
-    fill(out, key, rows, first_column, lambda lanes: [lane >= threshold for lane in lanes], blocks)
+    device = rows[0].device
+    out = torch.empty(rows[0].shape[0], columns, dtype=torch.bool, device=device)
+    if blocks is None:
+        blocks = torch.arange(-(-columns // 8), device=device)
+    for part, (w0, w1, w2, w3) in _words(out, key, rows, blocks):
+        # two words of 64 bits, in memory eight numbers of 16 side by side
+        words = torch.stack([w1.bitwise_left_shift_(32) | w0, w3.bitwise_left_shift_(32) | w2], -1)
+        part.copy_((words.flatten(1).view(torch.int16) >= lowest_kept(drop))[:, :columns])
     return out
+
+
+def lowest_kept(drop: float) -> int:
+    """The least signed number of 16 bits that dropout keeps: drop x 2^16 of them are below."""
+    return min(round(drop * 2**16), 2**16 - 1) - 2**15
 
 
 def uniform(out: Tensor, key: Key, rows: Sequence[Tensor]) -> None:

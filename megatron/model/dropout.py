@@ -49,9 +49,24 @@ class _TritonDropout(torch.autograd.Function):
         return dx, dy if ctx.needs_input_grad[1] else None, None, None, None
 
 
+class _MaskedDropout(torch.autograd.Function):
+    """x keep / (1 - p), keep as bytes, whose conversion torch vectorizes on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, keep: Tensor, probability: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.factor = 1 / (1 - probability)
+        return x * keep.to(x.dtype) * ctx.factor
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (keep,) = ctx.saved_tensors
+        return dy * keep.to(dy.dtype) * ctx.factor, None, None
+
+
 class Dropout:
-    """One dropout site: `names` name its random stream. Counter (sample, position, hidden // 4),
-    lane hidden % 4. Backend (of hidden states) torch or triton.
+    """One dropout site: `names` name its random stream. Counter (sample, position, hidden // 8),
+    lane hidden % 8. Backend (of hidden states) torch or triton.
     """
 
     def __init__(self, probability: float, seed: int, *names: object, backend: str = "torch"):
@@ -76,7 +91,7 @@ class Dropout:
             return _TritonDropout.apply(x, None, state, self.key, self.probability)
         # An element's counter holds its sample and position: the mask is the same in every layout.
         keep = philox.keep_mask(self.words, state.counters(), x.shape[2], self.probability)
-        return x * keep.view(x.shape) * (1 / (1 - self.probability))
+        return _MaskedDropout.apply(x, keep.view(torch.uint8).view(x.shape), self.probability)
 
     def add(self, x: Tensor, residual: Tensor, state: DropoutState | None) -> Tensor:
         """residual + hidden(x)."""

@@ -73,11 +73,32 @@ def test_keep_mask_share_and_address():
     mask = philox.keep_mask(key, [sample, position], 101, 0.1)
     n = mask.numel()
     assert abs(mask.double().mean() - 0.9) < 5 * (0.09 / n) ** 0.5
+    # standard error of the correlation of neighbours, which share a word, and of two words
+    apart = mask.double() - mask.double().mean()
+    for distance in (1, 2, 8):
+        together = (apart[:, distance:] * apart[:, :-distance]).mean()
+        assert abs(together) < 5 * 0.09 / n**0.5
     some = torch.tensor([3, 77, 4001])
     assert torch.equal(philox.keep_mask(key, [sample[some], position[some]], 101, 0.1), mask[some])
+    eights = torch.tensor([2, 7])
     assert torch.equal(
-        philox.keep_mask(key, [sample, position], 20, 0.1, first_column=30), mask[:, 30:50]
+        philox.keep_mask(key, [sample, position], 12, 0.1, blocks=eights),
+        mask[:, [*range(16, 24), *range(56, 60)]],
     )
+
+
+def test_dropout_takes_half_words_in_order():
+    """The lower half of word 0 first, each as a signed number of 16 bits."""
+    key, row = philox.key(3, "dropout"), torch.arange(50)
+    zero = torch.zeros_like(row)
+    numbers = []
+    for word in philox.philox4x32([row, row, zero, zero], key):
+        numbers += [word % 2**16, word // 2**16]
+    signed = torch.stack(numbers, 1)
+    signed = torch.where(signed < 2**15, signed, signed - 2**16)
+    for drop in (0.0, 0.1, 0.5, 1 - 2**-17):
+        kept = philox.keep_mask(key, [row, row], 8, drop)
+        assert torch.equal(kept, signed >= min(round(drop * 2**16), 2**16 - 1) - 2**15)
 
 
 KEYS = [(0, 0), (philox.MASK, philox.MASK), (0xA4093822, 0x299F31D0), (3, 0x80000000)]

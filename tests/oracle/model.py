@@ -169,7 +169,7 @@ class Model:
         return self.round(y * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0))
 
     def dropout(self, x: Tensor, name: str, batch: Batch, training: bool) -> Tensor:
-        """Of hidden states [b, s, h]: counter (sample, position, channel // 4, 0)."""
+        """Of hidden states [b, s, h]: counter (sample, position, channel // 8, 0)."""
         if not training or self.c.hidden_dropout == 0:
             return x
         rows = [batch.samples[:, None], np.arange(x.shape[1])[None, :]]
