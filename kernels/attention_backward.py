@@ -131,9 +131,9 @@ def prepare_kernel(
     Rows beyond the last, and those that see nothing, get base +inf, which makes every p 0, and
     delta 0.
     """
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     kv, member = (head // group).to(tl.int64), head % group
-    rows = tl.program_id(0) * M + tl.arange(0, M)
+    rows = tl.program_id(1) * M + tl.arange(0, M)
     inside = rows < s
     left = _rows_of_head(out, kv, member, rows, s, out_s, out_kv, out_m, d, D)
     right = _rows_of_head(dout, kv, member, rows, s, dout_s, dout_kv, dout_m, d, D)
@@ -466,7 +466,7 @@ def prepare(tensors: BackwardTensors, lse: Tensor, dlse: Tensor | None) -> dict[
     row = find("attention prepare", lang.capability(lse.device))
     lang.launch(
         prepare_kernel,
-        (padded // row.numbers["M"], b * n),
+        (b * n, padded // row.numbers["M"]),  # a GPU takes 65535 of the second at most
         row,
         tensors.out,
         tensors.dout,
