@@ -414,10 +414,10 @@ def _backward_workspace(
 ) -> list[Tensor]:
     mask, options, backend = _parsed(others)
     if backend == "triton":
-        keys = row_of_keys(qkv, mask.causal, options).numbers["N"]
+        keys, ordered = row_of_keys(qkv, mask.causal, options).numbers["N"], options.deterministic
     else:
-        keys = load_candidate(backend).KEYS
-    return allocate(dout, out, lse, qkv, keys, options.deterministic).gradients
+        keys, ordered = load_candidate(backend).KEYS, True
+    return allocate(dout, out, lse, qkv, keys, ordered).gradients
 
 
 @operator(

@@ -127,6 +127,20 @@ def test_the_operator_takes_both_passes_in_gluon(interpreted, monkeypatch):
         assert (ours.double() - exact.grad).norm() < 5e-3 * exact.grad.norm()
 
 
+def test_the_plan_counts_what_the_backward_pass_allocates(monkeypatch):
+    """No sum of dq, which atomics would add to, without --deterministic-mode either."""
+    q, lse = torch.empty(64, 1, 2, 64, dtype=BF16, device="meta"), torch.empty(1, 2, 64)
+    options = Options(0.1, deterministic=False)
+    others = attention._arguments(attention_mask(64, 64), options, "gluon")
+    made, allocate = [], attention.allocate
+    monkeypatch.setattr(
+        attention, "allocate", lambda *given: made.append(allocate(*given)) or made[0]
+    )
+    workspace = lang.FAKES["megatron::flash_attention_backward"]
+    assert len(workspace(q, None, q, lse.to("meta"), [q, q, q], *others)) == 3
+    assert made[0].dq_sum is None
+
+
 def test_three_consumers_in_any_order(interpreted):
     """Programs with three tiles each, in orders that starve one partition or another, or the
     copies.
