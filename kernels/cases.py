@@ -84,7 +84,8 @@ def case_of(variant: Variant, device: torch.device) -> Case:
 
 
 def case(row: Row, device: torch.device, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> Case:
-    """The case of a row in a precision; small enough for the definition where `tiny`."""
+    """The case of a row in a precision, or in that of its key; in small shapes where `tiny`."""
+    dtype = torch.float32 if row.key.get("bytes") == 4 else dtype
     operator, _, rest = row.operator.partition(" ")
     return CASES[operator](Draw(device, tiny, dtype), dict(row.key), rest)
 
@@ -265,10 +266,11 @@ def _fp8(draw: Draw, key: dict[str, Any], part: str) -> Case:
     x = draw(*draw.sizes(key, rows=(130, 8192), width=(300, 4096)))
     scaling = key.get("scaling", "row" if part == "rows" else "block")
     turned, kind = key.get("transposed", part == "tiles"), getattr(torch, key.get("to", E4M3))
-    plain = key.get("plain", True)
+    plain, given = key.get("plain", True), key.get("maxima", False)
 
     def call() -> Results:
-        found = fp8.quantise(x, kind, scaling, plain=plain, transposed=turned)
+        maxima = fp8.find_maxima(x, scaling) if given else None
+        found = fp8.quantise(x, kind, scaling, plain=plain, transposed=turned, maxima=maxima)
         return tuple(each.float() if draw.tiny else each for each in found if each is not None)
 
     def expected(dtype: torch.dtype) -> Results:
@@ -293,9 +295,10 @@ def _grad_norm(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
 
 
 def _grouped_gemm(draw: Draw, key: dict[str, Any], what: str) -> Case:
-    """Experts of a fine-grained mixture, one of which has no row."""
+    """Experts of a fine-grained mixture, some of which have no row."""
     many = (2048, 0, *range(512, 3584, 256))
-    counts, o, i = draw.sizes(key, counts=((5, 0, 70), many), o=(72, 1536), i=(48, 2048))
+    few = [(70, 0, 5)[expert % 3] for expert in range(key.get("experts", 3))]
+    counts, o, i = draw.sizes(key, counts=(few, many), o=(72, 1536), i=(48, 2048))
     ends = torch.tensor(counts, device=draw.device).cumsum(0, dtype=torch.int32)
     x, dy, weight = draw(sum(counts), i), draw(sum(counts), o), draw(len(counts), o, i)
     if what == "weight":
@@ -346,17 +349,16 @@ def _norm_operands(draw: Draw, key: dict[str, Any], wide: int) -> tuple[Tensor, 
     """x, the residual or its gradient, dy, and the parameters; `wide`: just wider than a program
     holds. Rows of x lie `stride` apart, or in groups of `inner` with others between.
     """
-    dtype = torch.float32 if key.get("bytes") == 4 else draw.dtype
     if key.get("kind") == "wide":
         rows, width = draw.sizes(key, rows=(5, 1024), width=(wide, 65536))
     else:
         rows, width = draw.sizes(key, rows=(5, 8192), width=(300, 4096))
     if inner := key.get("inner"):
-        x = draw(rows // inner, inner + 1, width, dtype=dtype)[:, :inner]
+        x = draw(rows // inner, inner + 1, width)[:, :inner]
     else:
-        x = draw(rows, key.get("stride", width), dtype=dtype)[:, :width]
-    parameters = (draw(width, dtype=dtype) for _ in range(2 if key.get("centre") else 1))
-    return x, draw(*x.shape, dtype=dtype), draw(*x.shape, dtype=dtype), *parameters
+        x = draw(rows, key.get("stride", width))[:, :width]
+    parameters = (draw(width) for _ in range(2 if key.get("centre") else 1))
+    return x, draw(*x.shape), draw(*x.shape), *parameters
 
 
 def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:

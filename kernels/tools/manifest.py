@@ -59,8 +59,8 @@ COUNTED = {
     "stores_128": r"STG\.E.*\.128",
     "atomics": r"(RED|ATOM)",
 }
-COUNTED_TOO = {80: {"cp_async": r"LDGSTS"}, 100: {"tcgen05": r"UTC\w*MMA"}}  # of one architecture
-# what matrix products have to be
+COUNTED_TOO = {80: {"cp_async": r"LDGSTS"}, 100: {"tcgen05": r"UTC\w*MMA"}}  # by major version
+# what matrix products have to be, by major version; on a newer one as on sm_80
 PRODUCTS = {80: ("old_mma", "HMMA"), 90: ("wgmma", "wgmma"), 100: ("tcgen05", "tcgen05")}
 SUBSET = (
     r"attention_(forward|dkv|dq)_128_causal$|attention_prepare_128| rms_norm_bf16_4096| "
@@ -173,7 +173,7 @@ def read_cubin(compiled: Any, arch: int, gluon: bool) -> Facts:
     instructions = re.findall(
         r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code, re.MULTILINE
     )
-    patterns = COUNTED | COUNTED_TOO.get(arch, {})
+    patterns = COUNTED | COUNTED_TOO.get(arch // 10 * 10, {})
     counts = {name: listing.count(pattern, instructions) for name, pattern in patterns.items()}
     if gluon:
         counts |= {
@@ -200,9 +200,9 @@ def faults(row: Compiled, facts: Facts) -> list[str]:
 
 def _broken_rules(row: Compiled, facts: Facts) -> Iterator[str]:
     accepted = row.row or Row("", row.arch, {}, {})
-    wanted, called = PRODUCTS[row.arch]
+    wanted, called = PRODUCTS.get(row.arch // 10 * 10, PRODUCTS[80])
     old = facts["old_mma"]
-    if row.matmul and (facts[wanted] == 0 or row.arch > 80 and old > 0):
+    if row.matmul and (facts[wanted] == 0 or wanted != "old_mma" and old > 0):
         yield (
             f"{facts[wanted]} {called} and {old} older matrix instructions: a tile is too small "
             f"for {called}"

@@ -72,13 +72,13 @@ ROUNDS = {"first": 5, "last": 25}
 
 
 def rows_of(arch: int, only: str = "") -> list[Row]:
-    """What the table has for an architecture, each row once; no refused ones."""
+    """What the table has for an architecture, each row once that it can run."""
     found = []
     for (operator, key), by_arch in configurations.TABLE.items():
         if min(by_arch) > arch or operator.startswith(UNTUNED):
             continue
         row = find(operator, arch, **dict(key))
-        if only in title(row) and not row.refused:
+        if only in title(row) and row.unsupported_reason(arch) is None:
             found.append(row)
     return found
 

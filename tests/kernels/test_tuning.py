@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.kernels import cases, configurations
+from megatron.kernels import cases, configurations, lang
 from megatron.kernels.configurations import Row, find
+from megatron.kernels.tools import manifest
 from megatron.kernels.tools import tune as tool
+from megatron.kernels.tools.shipped import Compiled
 
 ABOUT = {"gpu": "H200", "torch": "2.11", "triton": "3.6.0", "tiny": False, "date": "2026-01-01"}
 
@@ -129,3 +131,41 @@ def test_compiled_candidates_and_what_they_need():
     assert tool.show(row, facts, ["why"], 80).startswith(
         f"| dropout | block 2048, per_thread 16 | {facts['registers']} | 0 | 0 | "
     )
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_the_case_of_a_row_launches_it(arch, monkeypatch):
+    """What is timed and compared is the row that is written."""
+    monkeypatch.setattr(lang, "ARCH_WITHOUT_GPU", arch)
+    launched: list = []
+    for row in tool.rows_of(arch):
+        case = cases.case(row, torch.device("meta"), True)
+        launched.clear()
+        with lang.launches_to(lambda kernel, grid, by, *_, **__: launched.append(by)):
+            case.call()
+        assert any(getattr(each, "row", each) is row for each in launched), tool.title(row)
+
+
+@pytest.mark.parametrize(
+    "arch, found, fault",
+    [
+        (80, {"old_mma": 8, "cp_async": 4}, ""),
+        (80, {"old_mma": 8, "cp_async": 0}, "no asynchronous copies"),
+        (89, {"old_mma": 8, "cp_async": 4}, ""),
+        (89, {"old_mma": 0, "cp_async": 4}, "0 HMMA"),
+        (90, {"old_mma": 2, "wgmma": 4}, "4 wgmma and 2 older"),
+        (103, {"old_mma": 0, "tcgen05": 4}, ""),
+        (120, {"old_mma": 8}, ""),
+    ],
+)
+def test_the_rules_of_every_gpu(arch, found, fault):
+    shape = Compiled("a", None, {}, {}, arch=arch, matmul=True)
+    broken = manifest.faults(shape, {"spilled": 0, "shared": 0, **found})
+    assert [each.startswith(fault) for each in broken] == [True] * bool(fault)
+
+
+def test_rows_that_a_gpu_has_no_memory_for_are_not_tuned():
+    def sizes(arch: int) -> set[int]:
+        return {row.key["d"] for row in tool.rows_of(arch, "attention dq")}
+
+    assert sizes(90) == {64, 128, 256} and 256 not in sizes(89)
