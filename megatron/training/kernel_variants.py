@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.config.derive import attention_ranks, expert_ranks
+from megatron.config.fp8 import wide_linears
 from megatron.config.groups import Config
 from megatron.config.layers import LayerRecord, layer_records
 from megatron.config.model import GATED
@@ -42,7 +43,7 @@ class RunShape:
         self.config, self.model, self.dtype = config, model, dtype
         self.padded_vocab, self.vocab_size = padded_vocab, vocab_size
         self.batch = config.training.micro_batch_size
-        self.tp, self.etp = distributed.tensor_model_parallel_size, expert_ranks(config).etp
+        self.tp, (self.etp, self.ep) = distributed.tensor_model_parallel_size, expert_ranks(config)
         # Context parallelism cuts the sequence, and sequence parallelism cuts a rank's hidden
         # states again; `tokens`: of tensors that tensor parallelism does not split.
         own = config.data.seq_length // distributed.context_parallel_size
@@ -100,28 +101,42 @@ def _both_passes(operator: str, *settings: Setting) -> Settings:
     ]
 
 
+def _visible(config: Config, window: int | None) -> list[Setting]:
+    """Numbers of queries, and what the masks of layers with this window know
+    (model/attention/attention.py).
+    """
+    ranks, ring = attention_ranks(config.distributed)
+    s = config.data.seq_length // (config.distributed.context_parallel_size // ranks)
+    positions = masked_by_positions(config) is not None
+    if ring > 1:
+        has_documents, drop = config.data.reset_attention_mask, config.model.attention_dropout
+        positions = window is not None or has_documents or drop > 0
+    whole = {"s": alike(s, 192), "causal": True, "positions": positions}
+    if ring == 1 or positions:
+        return [whole]
+    # A block of another rank is seen whole, by all queries or by half of them.
+    return [whole, whole | {"s": alike(s // 2, 192), "causal": False}]
+
+
 def _attention(shape: RunShape) -> Settings:
     config, model, heads = shape.config, shape.model, shape.heads
     latent = model.multi_latent_attention
-    _, ring = attention_ranks(config.distributed)
     common = {
-        "s": alike(config.data.seq_length // ring, 192),
         "b": alike(shape.batch, 2),
         **(heads | {"g": heads["g"] * heads["m"], "m": 1} if latent else heads),
         "scale": model.softmax_scale,
         "softcap": model.attn_logit_softcapping,
         "documents": config.data.reset_attention_mask,
-        "positions": masked_by_positions(config) is not None,
         "backend": model.attention_backend,
     }
     # Deterministic mode takes two kernels; else one adds the gradients of queries with atomics.
     backward = "attention dq" if model.deterministic_mode else "attention dkv_dq"
     forms = dict.fromkeys((each.window, shape.is_fused(each)) for each in shape.forms)
     return [
-        (kernel, common | {"window": window, "fused": fused, "causal": causal, "drop": drop})
+        (kernel, common | seen | {"window": window, "fused": fused, "drop": drop})
         for window, fused in forms
         for drop in sorted({model.attention_dropout, 0.0})  # evaluation drops nothing
-        for causal in ((True, False) if ring > 1 else (True,))
+        for seen in _visible(config, window)
         for kernel in ("attention forward", backward)
     ]
 
@@ -239,11 +254,13 @@ def _adam(shape: RunShape) -> Settings:
 
 
 def _grouped_gemm(shape: RunShape) -> Settings:
-    model, width = shape.model, (shape.model.moe_ffn_hidden_size or 0) // shape.etp
+    model, h = shape.model, shape.model.hidden_size
+    width = (model.moe_ffn_hidden_size or 0) // shape.etp
     # A gated activation has two matrices in one; each weight gradient is overwritten once a step
     # and added to afterwards.
     fused = width * (2 if model.activation in GATED else 1)
-    sizes = [{"o": o, "i": i} for o, i in ((fused, model.hidden_size), (model.hidden_size, width))]
+    pairs, experts = ((fused, h), (h, width)), (model.num_experts or 0) // shape.ep
+    sizes = [{"experts": experts, "o": alike(o, 272), "i": alike(i, 272)} for o, i in pairs]
     return [("grouped_gemm rows", size) for size in sizes] + [
         ("grouped_gemm weight", size | {"grad": shape.grad, "overwrite": overwrite})
         for size in sizes
@@ -253,17 +270,22 @@ def _grouped_gemm(shape: RunShape) -> Settings:
 
 def _fp8(shape: RunShape) -> Settings:
     precision = shape.config.precision
+    scaling, wide = SCALINGS[precision.fp8_recipe], wide_linears(shape.model, precision)
     # Hybrid: gradients have a wider range and fewer bits than activations and weights.
     gradient = "float8_e5m2" if precision.fp8_format == "hybrid" else "float8_e4m3fn"
-    common = {
-        "rows": alike(shape.tokens, 128),
-        "width": shape.model.hidden_size,
-        "scaling": SCALINGS[precision.fp8_recipe],
-    }
-    # In the backward pass dy is wanted both ways, weights and inputs transposed alone.
-    forms = ({"transposed": False}, {"transposed": True}, {"transposed": True, "plain": False})
+    widths = sorted({size for each in wide for size in each.on_rank(shape.tp)})
+    # In the backward pass dy is wanted both ways, weights and inputs transposed alone. Rows are
+    # tokens, or outputs of a weight; ranks that hold parts of rows give their maxima.
+    given = {"width": widths[0], "maxima": scaling == "row" and shape.tp > 1}
+    forms: list[Setting] = [
+        given | {"rows": rows, "plain": plain, "transposed": transposed}
+        for rows in sorted({alike(shape.tokens, 128), 128})
+        for plain, transposed in ((True, False), (True, True), (False, True))
+    ]
+    if scaling == "row":  # whole ones are scaled by a kernel of their width
+        forms += [{"rows": 128, "width": width, "transposed": False} for width in widths]
     return [
-        (f"fp8 {'tiles' if form['transposed'] else 'rows'}", common | form | {"to": to})
+        (f"fp8 {'tiles' if form['transposed'] else 'rows'}", {"scaling": scaling, "to": to} | form)
         for to in sorted({"float8_e4m3fn", gradient})
         for form in forms
     ]

@@ -8,16 +8,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = {
-    "kernels": 8939,
+    "kernels": 8948,
     "megatron/checkpoint": 4386,
     "megatron/config": 4742,
     "megatron/data": 1452,
     "megatron/distributed": 2314,
-    "megatron/model": 6110,
+    "megatron/model": 6124,
     "megatron/observe": 1162,
     "megatron/optimizer": 1493,
     "megatron/parallel": 3127,
-    "megatron/training": 3600,
+    "megatron/training": 3622,
 }
 
 

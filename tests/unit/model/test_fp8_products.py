@@ -1,7 +1,6 @@
 """FP8 GEMMs against a short definition in float64; which layers use them."""
 
 import itertools
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,14 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from unit.model.made import linear
 
 from megatron.config.arguments import parse_arguments
-from megatron.config.groups import Config, PrecisionConfig
+from megatron.config.groups import PrecisionConfig
 from megatron.config.validate import resolve
 from megatron.distributed.groups import ALONE, Layout, build_groups
 from megatron.model import fp8
 from megatron.model.build import build_model
 from megatron.model.fp8 import FP8, mark_fp8, piece_rows
 from megatron.model.linear import add_weight_grads, deferring_weight_grads
-from megatron.training.kernel_variants import kernel_variants
 
 S, B, I, O = 80, 2, 192, 320
 RECIPES = ("tensorwise", "rowwise", "blockwise")
@@ -124,28 +122,6 @@ def test_a_split_backward_pass_has_the_same_bits(recipe):
     assert not split.weight.main_grad.any()
     add_weight_grads(left)
     assert all(torch.equal(a, b) for a, b in zip(found, apart, strict=True))
-
-
-@pytest.mark.parametrize("recipe, form", [*itertools.product(RECIPES, FORMATS)])
-def test_the_check_at_start_quantises_all_that_a_layer_does(recipe, form, monkeypatch):
-    """In each type as it is, transposed or both."""
-    quantise, used = fp8.quantise_by_definition, set()
-
-    def record(x, dtype, scaling, *, plain, transposed, maxima):
-        used.add((str(dtype), scaling, plain, transposed))
-        return quantise(x, dtype, scaling, plain=plain, transposed=transposed, maxima=maxima)
-
-    monkeypatch.setattr(fp8, "quantise_by_definition", record)
-    step(marked(recipe, form, torch.bfloat16), torch.bfloat16)
-    precision = PrecisionConfig(bf16=True, fp8_format=form, fp8_recipe=recipe)
-    config = Config(precision=precision)
-    shape = SimpleNamespace(config=config, model=config.model, dtype=torch.bfloat16, tokens=S * B)
-    found = (variant.settings for variant in kernel_variants(shape, {})["fp8"])
-    checked = {
-        (f"torch.{each['to']}", each["scaling"], each.get("plain", True), each["transposed"])
-        for each in found
-    }
-    assert used and used <= checked
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
