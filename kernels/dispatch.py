@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,10 +104,11 @@ def choose(
     unable: Mapping[str, str] | None = None,
     *,
     unmeasured: bool | None = None,
+    outcomes: Collection[bool] = (True, False),
 ) -> Choice:
     """The implementation of an operator. `unable` maps implementations to what they cannot do of
     what is asked; `unmeasured`: whether `auto` takes Triton's without a measurement (None: as
-    in CHECKED).
+    in CHECKED); `outcomes`: which of a measurement apply to this run, won (True) and lost.
 
     Raises UserError when `wanted` is not `auto` and cannot be had.
     """
@@ -119,7 +120,7 @@ def choose(
     reasons = {name: reason or (unable or {}).get(name) for name, reason in reasons.items()}
     if wanted == "auto":
         trusted = operator in CHECKED if unmeasured is None else unmeasured
-        return _automatic(operator, reasons, device, trusted)
+        return _automatic(operator, reasons, device, trusted, outcomes)
     if reasons[wanted]:
         can = " or ".join(name for name in considered if not reasons[name])
         raise UserError(
@@ -129,7 +130,11 @@ def choose(
 
 
 def _automatic(
-    operator: str, reasons: Mapping[str, str | None], device: torch.device, trusted: bool
+    operator: str,
+    reasons: Mapping[str, str | None],
+    device: torch.device,
+    trusted: bool,
+    outcomes: Collection[bool],
 ) -> Choice:
     """The first that can do it (no reason why not) and, Triton's and apex's, has won; Triton's is
     taken without a measurement too where it is `trusted`, on the architectures of CHECKED_ON.
@@ -139,6 +144,8 @@ def _automatic(
     for name, reason in reasons.items():
         because = passed_over[0] if passed_over else ""
         found = MEASURED.get((operator, name, arch))
+        if found is not None and found.wins not in outcomes:
+            found = None
         if reason:
             passed_over += [f"{name}: {reason}"] if is_gpu else []
         elif name not in ("triton", "apex"):

@@ -46,8 +46,9 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
     dtype = compute_dtype(config.precision)
     _check_fp8(config, device)
     # What this model cannot have is refused if a flag asks for it, and not taken by `auto`.
-    unable = _unable(config, lang.capability(device), dtype)
-    prefers = {"attention": _prefers_ours(config, device), "grouped-gemm": True}
+    # The table of configurations begins at 8.0; on older GPUs `choose` passes over Triton.
+    arch = lang.capability(device)
+    unable, measurements = _unable(config, max(arch, 80), dtype), _measurements(config, arch)
     operators = [operator for operator in OPERATORS if _takes_part(config, operator)]
     choices = {
         operator: choose(
@@ -56,7 +57,7 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
             device,
             dtype,
             unable.get(operator),
-            unmeasured=prefers.get(operator),
+            **measurements.get(operator, {}),
         )
         for operator in operators
     }
@@ -121,7 +122,9 @@ def _check_ring(
     if ring == 1 or device.type != "cuda" or chosen.implementation in (*OURS, "plain"):
         return
     because = f" ({chosen.because})" if chosen.because else ""
-    remedy = "" if "triton" in unable else "--attention-backend triton, or "
+    dtype = compute_dtype(config.precision)
+    cannot = "triton" in unable or lang.unsupported_reason(device, dtype) or FAULTY.get("attention")
+    remedy = "" if cannot else "--attention-backend triton, or "
     raise UserError(
         f"--cp-comm-type {config.distributed.cp_comm_type}: on a GPU the ring needs attention by "
         f"our kernels, and this run takes {chosen.implementation}{because}; give "
@@ -129,17 +132,28 @@ def _check_ring(
     )
 
 
-def _prefers_ours(config: Config, device: torch.device) -> bool:
-    """Whether `auto` takes Triton's attention unmeasured: in 16 bits on Hopper, for which torch's
-    FLASH kernel was not made, and where that would read a mask of all scores, keep them in memory
-    or give too little: context-parallel ranks read positions, a ring needs the log-sum-exp.
+def _measurements(config: Config, arch: int) -> dict[str, dict[str, Any]]:
+    """What `choose` makes of measurements, which are in 16 bits: with fp32 other kernels run.
+
+    `auto` takes Triton's attention unmeasured in 16 bits on Hopper, for which torch's FLASH kernel
+    was not made, and where that would read a mask of all scores, keep them in memory or give too
+    little: context-parallel ranks read positions, a ring needs the log-sum-exp. There a loss to it
+    in causal attention does not count either.
     """
     is_narrow = compute_dtype(config.precision).itemsize == 2
-    return (is_narrow and lang.capability(device) == lang.HOPPER) or bool(
+    needs_ours = bool(
         _masks(config)
         or beyond_sdpa(config.model, training=True)
         or attention_ranks(config.distributed)[0] < config.distributed.context_parallel_size
     )
+    outcomes = (True, False) if is_narrow else ()
+    return {
+        "attention": {
+            "unmeasured": needs_ours or (is_narrow and arch == lang.HOPPER),
+            "outcomes": outcomes[:1] if needs_ours else outcomes,
+        },
+        "grouped-gemm": {"unmeasured": True, "outcomes": outcomes},
+    }
 
 
 def _masks(config: Config) -> list[str]:

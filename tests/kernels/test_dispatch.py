@@ -18,6 +18,7 @@ from megatron.kernels.dispatch import OPERATORS, Choice, choose
 from unit.model.made import norm
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
+from megatron.model import kernels
 from megatron.model.kernels import choose_kernels, remarks
 from megatron.model.linear import wgrad_gemm
 from megatron.optimizer.optimizer import sum_of_squares
@@ -133,6 +134,69 @@ def test_attention_is_taken_by_what_it_has_to_compute(monkeypatch, config, archi
     chosen, choices = choose_kernels(config, GPU if architecture else CPU)
     assert chosen.model.attention_backend == backend
     assert backend != "fa4" or "never run" in choices["attention"].because
+
+
+CAUSAL, WINDOW = run(), run(window_size=64)
+EXPERTS = run(num_experts=4, moe_ffn_hidden_size=64, hidden_size=64)
+EXPERTS = EXPERTS.with_fields("data", seq_length=64).with_fields("training", micro_batch_size=1)
+LOST = WIN._replace(wins=False)
+
+
+def in_fp32(config: Config) -> Config:
+    return dataclasses.replace(config, precision=PrecisionConfig())
+
+
+# (run, architecture, measured of causal attention in bf16, what is taken)
+MEASURED_ELSEWHERE = [
+    (CAUSAL, 90, LOST, "sdpa"),
+    (CAUSAL, 100, WIN, "triton"),
+    (WINDOW, 100, WIN, "triton"),
+    # what it lost to would read a mask of all scores, keep them, or give no log-sum-exp
+    (WINDOW, 80, LOST, "triton"),
+    (run(attention_dropout=0.1), 80, LOST, "triton"),
+    (run(cp="p2p"), 80, LOST, "triton"),
+    # kernels in fp32 are others
+    (in_fp32(CAUSAL), 90, WIN, "sdpa"),
+    (in_fp32(WINDOW), 90, LOST, "triton"),
+]
+
+
+@pytest.mark.parametrize("config, architecture, found, taken", MEASURED_ELSEWHERE)
+def test_a_measurement_decides_what_was_measured(monkeypatch, config, architecture, found, taken):
+    measured = {("attention", "triton", architecture): found}
+    monkeypatch.setattr(dispatch, "MEASURED", measured)
+    monkeypatch.setattr(lang, "capability", lambda device: architecture)
+    _, choices = choose_kernels(config, GPU)
+    assert choices["attention"].implementation == taken
+
+
+def test_a_loss_in_16_bits_says_nothing_of_experts_in_fp32(monkeypatch):
+    monkeypatch.setattr(dispatch, "MEASURED", {("grouped-gemm", "triton", lang.HOPPER): LOST})
+    for config, taken in ((EXPERTS, "grouped-mm"), (in_fp32(EXPERTS), "triton")):
+        _, choices = choose_kernels(config, GPU)
+        assert choices["grouped-gemm"].implementation == taken
+
+
+def test_older_gpus_than_the_table_take_torchs_operators(monkeypatch):
+    reason = "a GPU of compute capability 7, the kernels need 8 or newer"
+    monkeypatch.setattr(lang, "capability", lambda device: 75)
+    monkeypatch.setattr(lang, "unsupported_reason", lambda device, dtype: reason)
+    _, choices = choose_kernels(EXPERTS, GPU)
+    assert choices["attention"] == Choice("sdpa", f"triton: {reason}")
+    assert {choice.implementation for choice in choices.values()}.isdisjoint(("triton", "apex"))
+    with pytest.raises(ValueError, match="^--attention-backend triton: .* capability 7, .* sdpa"):
+        choose_kernels(run(attention_backend="triton"), GPU)
+
+
+@pytest.mark.parametrize("faulty", [True, False])
+def test_a_ring_is_not_sent_to_kernels_that_are_refused(monkeypatch, faulty):
+    if faulty:
+        monkeypatch.setattr(dispatch, "FAULTY", {"attention": "off by 1"})
+        monkeypatch.setattr(kernels, "FAULTY", dispatch.FAULTY)
+    else:
+        monkeypatch.setattr(lang, "unsupported_reason", lambda device, dtype: "no Triton")
+    with pytest.raises(ValueError, match=r"; give --cp-comm-type allgather or a2a$"):
+        choose_kernels(run(cp="p2p"), GPU)
 
 
 RING = "on a GPU .* triton"
