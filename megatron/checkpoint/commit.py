@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from megatron.checkpoint.manifest import (
     differing,
     encode_manifest,
     iteration_folder,
+    list_iterations,
     manifest_of,
     state_digests,
     utc_now,
@@ -140,20 +141,25 @@ def commit(
     attempt: str,
     shards: list[JsonObject],
     state: JsonObject,
-    before: Iterable[int] = (),
+    before: Collection[int] = (),
+    *,
+    continues: bool = False,
 ) -> Path:
     """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of
     `iteration`; return its folder. One that is there and whole is kept where it is bit-equal, and
     refused where it differs; a damaged or foreign folder is moved aside, which is logged.
 
     `before`: iterations that were under `root` when the run began; the later ones among them are of
-    a pass that this save supersedes.
+    a pass that this save supersedes. A run that `continues` the one under `root` has gone back
+    before those that it reaches again: they are moved aside where they differ.
     """
     # 1. The manifest, durable before the folder gets its name.
     superseded = {}
-    for later in (each for each in before if each > iteration):
-        with suppress(CheckpointError):
-            superseded[str(later)] = read_manifest(root / iteration_folder(later))["attempt"]
+    for later in list_iterations(root):
+        if later > iteration and later in before:
+            superseded[str(later)] = ""  # of one that cannot be read
+            with suppress(CheckpointError):
+                superseded[str(later)] = read_manifest(root / iteration_folder(later))["attempt"]
     content = manifest_of(iteration, attempt, shards, state, utc_now())
     if superseded:
         content["left"] = superseded
@@ -166,7 +172,7 @@ def commit(
 
     # 2. One rename makes the checkpoint; what is known of the newest one follows.
     target = root / iteration_folder(iteration)
-    if not _take_place(temporary, target, content):
+    if not _take_place(temporary, target, content, iteration in before, continues):
         return target
     sync_folder(root)
     tracker = root / f".tmp-iter-{iteration}-{attempt}.txt"
@@ -184,50 +190,73 @@ def commit(
     return target
 
 
-def _take_place(temporary: Path, target: Path, content: JsonObject) -> bool:
-    """Rename `temporary`, whose manifest is `content`, to `target`; False when the checkpoint there
-    is kept.
+def _take_place(
+    temporary: Path, target: Path, content: JsonObject, is_older: bool, continues: bool
+) -> bool:
+    """Make `temporary`, whose manifest is `content`, the checkpoint `target`; False when the one
+    there is kept as it is. `is_older`: that one was there before the run.
     """
     try:
-        os.rename(temporary, target)  # fails when the target exists and is not empty
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        fault = _fault_of(target, content)
-        if fault is None:
-            return False
-        aside = target.with_name(f"{target.name}.damaged-{content['attempt']}")
-        os.rename(target, aside)
         os.rename(temporary, target)
-        logger.warning(
-            f"{fault}. It was moved to {aside.name}, and a new checkpoint of iteration "
-            f"{content['iteration']} is in its place"
-        )
-    return True
+        return True
+    except OSError as error:  # a folder that is not empty is there, or a file or a link
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
 
-
-def _fault_of(target: Path, content: JsonObject) -> str | None:
-    """What is damaged in an existing checkpoint; None when it is whole and equals what was to be
-    saved. Raises CheckpointError when it is whole and differs.
-    """
+    # 1. What is there is damaged, differs, or is equal.
+    kind = "damaged"
     try:
         old = Index(target)
         old.verify()
     except CheckpointError as error:
-        return str(error)
-    cut = "tensors, or how they are cut into shards"
-    theirs, ours = (
-        {key: json.dumps(value) for key, value in {cut: each["shards"], **each["state"]}.items()}
-        for each in (old.manifest, content)
+        fault = str(error)
+    else:
+        names = differing(_compared(old.manifest), _compared(content))
+        if not names:
+            return is_older and _renew(target, content)
+        kind = "superseded"
+        fault = f"{target} exists already, is whole, and differs from this run in: "
+        fault += ", ".join(names)
+        if not (is_older and continues):
+            raise CheckpointError(
+                f"{fault}. It was kept and nothing was saved. "
+                "It comes from another run or from an earlier pass over this iteration: give "
+                "another --save folder, or move it away."
+            )
+
+    # 2. It stays under another name.
+    aside = target.with_name(f"{target.name}.{kind}-{content['attempt']}")
+    os.rename(target, aside)
+    os.rename(temporary, target)
+    logger.warning(
+        f"{fault}. It was moved to {aside.name}, and a new checkpoint of iteration "
+        f"{content['iteration']} is in its place"
     )
-    if names := differing(theirs, ours):
-        raise CheckpointError(
-            f"{target} exists already, is whole, and differs from this run in: "
-            f"{', '.join(names)}. It was kept and nothing was saved. "
-            "It comes from another run or from an earlier pass over this iteration: give "
-            "another --save folder, or move it away."
-        )
-    return None
+    return True
+
+
+def _compared(manifest: JsonObject) -> dict[str, str]:
+    """What two checkpoints that are equal have in common, as texts. Where a run loads and saves,
+    and what it logs, is no part of that.
+    """
+    values = {"tensors, or how they are cut into shards": manifest["shards"], **manifest["state"]}
+    for group, fields in values.pop("config", {}).items():
+        if group not in ("checkpoint", "logging"):
+            values |= {f"config.{group}.{name}": value for name, value in fields.items()}
+    return {key: json.dumps(value) for key, value in values.items()}
+
+
+def _renew(target: Path, content: JsonObject) -> bool:
+    """Give a checkpoint that was superseded an equal manifest, of the attempt that has made it
+    again: it counts from now on. False when it counts already.
+    """
+    if content["iteration"] not in newest_first(target.parent)[1]:
+        return False
+    manifest = target / f".{MANIFEST}-{content['attempt']}"
+    write_file(manifest, encode_manifest(content))
+    os.rename(manifest, target / MANIFEST)
+    sync_folder(target)
+    return True
 
 
 _SPACE = " Free space, raise the quota, or give another --save folder."
@@ -328,7 +357,7 @@ def _surplus(root: Path, policy: Policy, newest: int) -> list[int]:
             if folder.is_symlink():
                 continue
             to_keep -= 1
-            if to_keep < 0:
+            if to_keep < 0 and iteration != newest:
                 surplus.append(iteration)
     return surplus
 

@@ -322,7 +322,7 @@ def read_manifest(folder: Path) -> JsonObject:
 def newest_first(root: Path) -> tuple[list[int], list[int]]:
     """Iterations under `root`: (those that count, those that were superseded when a run went
     back), each newest first. A manifest names the later ones, and their attempts, that were there
-    before its run began. What cannot be read counts.
+    before its run began ("" of one that cannot be read). Any other that cannot be read counts.
     """
     iterations = list_iterations(root)
     attempts = {}
@@ -332,7 +332,7 @@ def newest_first(root: Path) -> tuple[list[int], list[int]]:
             content = read_manifest(root / iteration_folder(iteration))
             attempts[iteration] = content["attempt"]
             superseded |= {(int(later), each) for later, each in content.get("left", {}).items()}
-    behind = [each for each in iterations if (each, attempts.get(each)) in superseded]
+    behind = [each for each in iterations if (each, attempts.get(each, "")) in superseded]
     return [each for each in iterations if each not in behind], behind
 
 

@@ -133,6 +133,7 @@ class CheckpointManager:
     """`save` a run's checkpoints under `root`: synchronously, or with `memory`, bytes of host
     memory for this rank's shard, in the background, at most at `rate` MB/s. With
     `local_checkpoints` every save begins with one there, of which a background save is a copy.
+    `continues`: as `commit`'s.
 
     `ready` and `advance` carry a background save on from step to step; `finalize` waits for its
     end. A failed save is logged, and stops nothing. After each save that went well older ones go by
@@ -147,12 +148,14 @@ class CheckpointManager:
     verify: bool = False
     local_checkpoints: LocalCheckpoints | None = None
     rate: float | None = None
+    continues: bool = False
     report: Callable[..., None] = lambda iteration, **saved: None
 
     def __post_init__(self) -> None:
         self.root = Path(self.root)
         # iterations that were there before this run, on the first rank
-        self.before = list_iterations(self.root) if self.ranks.first else []
+        before = list_iterations(self.root) if self.ranks.first else []
+        self.earlier: dict[str, Any] = {"before": before, "continues": self.continues}
         # the save in progress, which waits at each `yield` until all ranks have reached it
         self.pending: Generator[None] | None = None
         self.phase = -1  # of it: the number of the `yield`
@@ -218,7 +221,7 @@ class CheckpointManager:
         # 2. Synchronously, where there is nothing that the writer processes could read.
         if self.background is None or not (self.staging or is_local):
             where = self.root, iteration, pairs, state, self.ranks
-            save_checkpoint(*where, verify=self.verify, before=self.before)
+            save_checkpoint(*where, verify=self.verify, **self.earlier)
             if self.ranks.first:
                 retire(self.root, self.retention, iteration)
             return
@@ -251,9 +254,7 @@ class CheckpointManager:
             if self.ranks.first:
                 content = {"attempt": attempt.name, "shards": shards, "state": state}
                 retention = asdict(self.retention)
-                background.call(
-                    "commit", **place, **content, before=self.before, retention=retention
-                )
+                background.call("commit", **place, **content, **self.earlier, retention=retention)
             yield
             attempt.gather_or_raise(background.result)
 

@@ -103,7 +103,7 @@ def loadable(root: Path, step: int | None) -> tuple[list[int], list[int]]:
         raise CheckpointError(
             f"{root}: no checkpoint of iteration {step} (--ckpt-step); there: {known}"
         )
-    return iterations[iterations.index(step) :], []
+    return [step, *(each for each in newest_first(root)[0] if each < step)], []
 
 
 def _open_together(path: Path, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, str]:

@@ -44,7 +44,7 @@ def save_checkpoint(
     ranks: Ranks = SINGLE_RANK,
     *,
     verify: bool = False,
-    before: Iterable[int] = (),
+    **earlier: Any,
 ) -> Path:
     """Write iteration `iteration` under `root`, which all ranks share, and return its folder. All
     `ranks` call this together; each that owns boxes writes a shard, or several at a time where it
@@ -52,9 +52,10 @@ def save_checkpoint(
 
     `tensors`: (box, local tensor) pairs that this rank owns; the boxes of all ranks cover each
     logical tensor exactly once. `state`: JSON, the same on every rank. `verify`: every rank reads
-    its shard back from the disk before it counts. `before`: as `commit`'s, on the first rank. Of an
-    iteration that exists already, see `commit`. Raises CheckpointError when anything prevents the
-    save on any rank, on several the same UserError on each; older checkpoints are untouched.
+    its shard back from the disk before it counts. `earlier`: `before` and `continues` of `commit`,
+    on the first rank. Of an iteration that exists already, see `commit`. Raises CheckpointError
+    when anything prevents the save on any rank, on several the same UserError on each; older
+    checkpoints are untouched.
     """
     root = Path(root)
     pairs = not_empty(tensors)
@@ -66,12 +67,9 @@ def save_checkpoint(
             lambda: (write_shards(attempt, parts, verify, progress), ranks.who)
         )
         written = [record | who for records, who in gathered for record in records]
+        made = attempt.folder, iteration, attempt.name, written, state
         attempt.gather_or_raise(
-            lambda: (
-                commit(root, attempt.folder, iteration, attempt.name, written, state, before).name
-                if ranks.first
-                else None
-            )
+            lambda: commit(root, *made, **earlier).name if ranks.first else None
         )
     return root / iteration_folder(iteration)
 

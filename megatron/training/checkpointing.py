@@ -159,6 +159,7 @@ def make_manager(
         verify=options.verify_integrity,
         local_checkpoints=local_checkpoints,
         rate=options.save_rate_limit,
+        continues=is_same(options.load, options.save) and not options.finetune,
         report=lambda iteration, **saved: tracker.log(iteration, save_metrics(**saved)),
     )
 

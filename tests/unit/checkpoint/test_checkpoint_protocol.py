@@ -9,6 +9,7 @@ import fcntl
 import os
 import random
 import re
+import shutil
 from unittest import mock
 
 import pytest
@@ -45,12 +46,28 @@ def root(tmp_path):
 # ---- an iteration that exists already ------------------------------------------------------------
 
 
-def test_saving_the_same_again_keeps_the_old_files(root):
+@pytest.mark.parametrize("archived", [False, True])
+def test_saving_the_same_again_keeps_the_old_files(root, tmp_path_factory, archived):
+    if archived:
+        archive = tmp_path_factory.mktemp("archive") / "iter_0000001"
+        shutil.move(root / "iter_0000001", archive)
+        (root / "iter_0000001").symlink_to(archive)
     before = (root / "iter_0000001" / "MANIFEST.json").stat()
     assert save_checkpoint(root, 1, pairs(example(1)), STATE) == root / "iter_0000001"
     after = (root / "iter_0000001" / "MANIFEST.json").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     assert listing(root) == WHOLE
+
+
+def config(**fields) -> dict:
+    return STATE | {"config": {group: {name: 1} for group, name in fields.items()}}
+
+
+def test_where_a_run_saves_and_what_it_logs_is_no_part_of_what_is_equal(root):
+    save_checkpoint(root, 2, pairs(example(2)), config(checkpoint="save_keep_last"))
+    silently(save_checkpoint, root, 2, pairs(example(2)), config(logging="log_interval"))
+    with pytest.raises(CheckpointError, match="from this run in: config.training.seed. It was"):
+        save_checkpoint(root, 2, pairs(example(2)), config(training="seed"))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +107,14 @@ def test_a_damaged_checkpoint_is_moved_aside_with_a_warning(root, name, log_line
     assert (root / aside / name).read_bytes() == raw
     save_checkpoint(root, 2, pairs(example(2)), STATE)  # and no save removes it
     assert aside in listing(root)
+
+
+def test_a_foreign_file_is_moved_aside(root, log_lines):
+    (root / "iter_0000002").write_text("notes")
+    save_checkpoint(root, 2, pairs(example(2)), STATE)
+    loads(open_checkpoint(root).path, example(2))
+    (aside,) = root.glob("iter_0000002.damaged-*")
+    assert aside.read_text() == "notes" and aside.name in log_lines[0]
 
 
 def test_a_foreign_folder_is_moved_aside_not_deleted(root, log_lines):

@@ -20,6 +20,7 @@ from reshard_cases import BASE, FEATURES, start
 from megatron.checkpoint.commit import Policy, retire
 from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.manifest import (
+    CheckpointError,
     iteration_folder,
     list_iterations,
 )
@@ -147,10 +148,10 @@ def contents(iteration: int, run: int) -> tuple[list, dict]:
 class Run(CheckpointManager):
     """A run under `root` that saves in the background or at once; what it logs is `lines`."""
 
-    def __init__(self, root: Path, number: int, background: bool = False) -> None:
+    def __init__(self, root: Path, number: int, background: bool = False, **options) -> None:
         self.number, self.lines = number, []
         memory = staging_bytes(contents(0, 0)[0], None) if background else None
-        super().__init__(root, SINGLE_RANK, memory)
+        super().__init__(root, SINGLE_RANK, memory, **options)
 
     def save(self, *iterations: int) -> None:
         for iteration in iterations:
@@ -218,3 +219,97 @@ def test_what_was_left_is_the_oldest_once_it_has_been_passed(tmp_path):
             run.save(iteration)
         assert silently(retire, tmp_path, Policy(last=2), iteration) == gone
     assert list_iterations(tmp_path) == [35, 25] and newest(tmp_path) == (35, [])
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_was_superseded_counts_when_it_is_saved_again(tmp_path, background):
+    """Else the run would go back to what it had passed, and retention delete what it has saved."""
+    Run(tmp_path, 1).save(10, 20, 30)
+    Run(tmp_path, 1).save(15)  # --ckpt-step 10, ended by a signal
+    run = Run(tmp_path, 1, background, retention=Policy(last=2))
+    shards = [tmp_path / iteration_folder(each) / "shard-00000.safetensors" for each in (20, 30)]
+    before = [shard.stat().st_ino for shard in shards]
+    run.save(20)
+    assert newest(tmp_path)[0] == 20
+    run.save(30)
+    run.close()
+    assert newest(tmp_path) == (30, []) and list_iterations(tmp_path) == [30, 20]
+    assert [shard.stat().st_ino for shard in shards] == before
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_retention_never_deletes_what_was_just_saved(tmp_path):
+    """Of a run that is slow or was thought dead, and has been superseded."""
+    Run(tmp_path, 1).save(10)
+    slow = Run(tmp_path, 1)
+    Run(tmp_path, 1).save(20, 30)
+    Run(tmp_path, 2).save(12, 15)
+    slow.save(30)
+    assert silently(retire, tmp_path, Policy(last=1), 30) == [12, 10, 20]
+    assert list_iterations(tmp_path) == [30, 15]
+
+
+def test_a_run_moves_what_it_went_back_before_aside(tmp_path):
+    Run(tmp_path, 1).save(10, 20, 30)
+    with pytest.raises(AssertionError, match="iteration 20 was NOT saved"):
+        Run(tmp_path, 2).save(20)  # another run's folder
+    run = Run(tmp_path, 2, continues=True)  # --ckpt-step 10
+    run.save(20)
+    assert newest(tmp_path)[0] == 20 and open_checkpoint(tmp_path).state["run"] == 2
+    run = Run(tmp_path, 2, continues=True)
+    run.save(30)
+    (aside,) = tmp_path.glob("iter_0000030.superseded-*")
+    assert f"It was moved to {aside.name}, and a new checkpoint of iteration 30" in run.lines[0]
+    assert newest(tmp_path) == (30, []) and open_checkpoint(tmp_path).state["run"] == 2
+    slow = Run(tmp_path, 3, continues=True)
+    Run(tmp_path, 2).save(40)
+    with pytest.raises(AssertionError, match="iteration 40 was NOT saved"):
+        slow.save(40)  # by another since it began
+
+
+def test_a_later_one_that_cannot_be_read_is_superseded_too(tmp_path):
+    Run(tmp_path, 1).save(10, 20)
+    (tmp_path / iteration_folder(20) / "MANIFEST.json").write_bytes(b"")
+    Run(tmp_path, 2).save(15)
+    iteration, (message,) = newest(tmp_path)
+    assert iteration == 15 and "NOT taken are iterations 20:" in message
+    run = Run(tmp_path, 2)
+    run.save(20)
+    assert "moved to iter_0000020.damaged-" in run.lines[0]
+    assert newest(tmp_path)[0] == 20
+
+
+def test_what_was_moved_away_is_named_no_more(tmp_path):
+    Run(tmp_path, 1).save(10, 20)
+    run = Run(tmp_path, 2)
+    shutil.rmtree(tmp_path / iteration_folder(20))
+    run.save(15)
+    assert "later iterations" not in "".join(run.lines) and newest(tmp_path) == (15, [])
+
+
+def test_an_older_one_is_of_a_pass_that_counts(tmp_path):
+    Run(tmp_path, 1).save(100, 110, 150)
+    Run(tmp_path, 2).save(105, 120)
+    damage(tmp_path, 120)
+    with pytest.raises(CheckpointError, match="the older whole one with --ckpt-step 105"):
+        open_checkpoint(tmp_path, 120)
+    with logged():
+        assert open_checkpoint(tmp_path, 120, older=True).iteration == 105
+
+
+def test_a_run_that_goes_back_saves_where_it_was(gloo_world, tmp_path):
+    """With the same flags it keeps what it finds; what is logged or saved is no part of that."""
+    words = (*BASE, *FEATURES["tied-bf16"].split(), "--save-interval", "2", "--save", str(tmp_path))
+    back = (*words, "--load", str(tmp_path), "--ckpt-step", "2")
+    assert gloo_world(2).run(start, words)[0].endswith("exit code 0")
+    attempts = [path.read_bytes() for path in sorted(tmp_path.glob("iter_*/MANIFEST.json"))]
+    text = gloo_world(2).run(start, (*back, "--timing-log-level", "1", "--save-keep-last", "9"))[0]
+    assert text.endswith("exit code 0") and "warning" not in text, text
+    assert attempts == [path.read_bytes() for path in sorted(tmp_path.glob("iter_*/MANIFEST.json"))]
+
+    text = gloo_world(2).run(start, (*back, "--lr", "5e-3", "--override-opt-param-scheduler"))[0]
+    assert text.endswith("exit code 0") and "config.optimizer.lr" in text, text
+    assert (
+        list_iterations(tmp_path) == [6, 4, 2] and len([*tmp_path.glob("iter_*.superseded-*")]) == 2
+    )
+    assert newest(tmp_path) == (6, [])
