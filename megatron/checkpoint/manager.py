@@ -28,6 +28,7 @@ from megatron.checkpoint.background import Background
 from megatron.checkpoint.commit import Attempt, Policy, retire
 from megatron.checkpoint.files import GB, GIB
 from megatron.checkpoint.index import read_manifest
+from megatron.checkpoint.local.nodes import RUN_FILE
 from megatron.checkpoint.manifest import ALIGN, CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.writer import (
@@ -216,6 +217,9 @@ class CheckpointManager:
         if replicas is not None and self.staging is None:
             replicas.check(self.ranks)
         local = self.local_checkpoints
+        if local is None and self.ranks.first:
+            with suppress(OSError):  # what nodes hold is of a pass before this save
+                (self.root / RUN_FILE).unlink(missing_ok=True)
         is_local = local is not None and local.save(iteration, pairs, state)
 
         # 2. Synchronously, where there is nothing that the writer processes could read.

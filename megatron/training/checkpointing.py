@@ -210,8 +210,8 @@ def claim_save_folder(
 ) -> Lease | None:
     """Make --save, and write into it from every rank: what is wrong with it is found before
     training, not at the first checkpoint. No other run may write there until `closing` releases the
-    lease, which rank 0 gets. Unless the run has `resumed` what it has loaded from there, it is a
-    new one from now on for the local tier.
+    lease, which rank 0 gets. Unless the run has `resumed` the newest from there, it is a new one
+    from now on for the local tier.
 
     Raises UserError on every rank when one cannot, or while another run writes there.
     """
@@ -232,13 +232,9 @@ def claim_save_folder(
 
     # 2. Every rank writes: a file system that one node has not mounted is found here.
     try_folder(options.save, ranks)
-    if not config.evaluation.skip_train:
-        run = adopt_run_id(
-            options.load if resumed and not options.finetune else None,
-            options.save,
-            ranks,
-            local=local_checkpoints is not None,
-        )
-        if local_checkpoints is not None:
-            local_checkpoints.run = run
+    if local_checkpoints is not None and not config.evaluation.skip_train:
+        # Nodes that are no part of the job may hold later iterations than the one it goes back to.
+        continues = resumed and not options.finetune and options.ckpt_step is None
+        load = options.load if continues else None
+        local_checkpoints.run = adopt_run_id(load, options.save, ranks)
     return lease

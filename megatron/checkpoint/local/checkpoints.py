@@ -357,14 +357,19 @@ class NodeAttempt(Attempt):
         return trash_folder(self.root, iteration, self.name)
 
     def thin(self) -> None:
-        """Every node has this iteration: keep it and the newest before it."""
+        """Every node has this iteration: keep it and the newest before it. An error of the file
+        system is logged, and fails no save.
+        """
         if not self.nodes.first:
             return
-        iterations = list_iterations(self.root)
-        kept = [each for each in iterations if each <= self.iteration][:NUM_KEPT]
-        for iteration in set(iterations).difference(kept):
-            os.rename(self.root / iteration_folder(iteration), self._trash(iteration))
-            shutil.rmtree(self._trash(iteration), ignore_errors=True)
+        try:
+            iterations = list_iterations(self.root)
+            kept = [each for each in iterations if each <= self.iteration][:NUM_KEPT]
+            for iteration in set(iterations).difference(kept):
+                os.rename(self.root / iteration_folder(iteration), self._trash(iteration))
+                shutil.rmtree(self._trash(iteration), ignore_errors=True)
+        except (CheckpointError, OSError) as error:
+            logger.warning(f"{self.root}: older local checkpoints were not deleted: {error}")
 
 
 # ---- what the nodes have together ----------------------------------------------------------------

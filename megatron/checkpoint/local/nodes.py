@@ -139,29 +139,27 @@ def is_same(load: str | None, save: str | None) -> bool:
     return None not in (load, save) and os.path.realpath(load) == os.path.realpath(save)
 
 
-def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> str:
+def adopt_run_id(load: str | None, save: str, ranks: Ranks) -> str:
     """The run that saves to `save` from now on; its state was loaded from `load`. A run that
     continues there keeps its id. Any other run gets a new one, so that it does not take the local
-    checkpoints of the one before. Empty when it saves nothing locally (`local`).
+    checkpoints of the one before. (A run without local checkpoints removes it when it saves.)
     """
 
     def first() -> str:
         path = Path(save, RUN_FILE)
         run = read_run(save) if is_same(load, save) else None
         try:
-            if local and run is None:
+            if run is None:
                 run = secrets.token_hex(16)
                 temporary = Path(save, f".{RUN_FILE}-{run}")
                 write_file(temporary, f"{run}\n{os.path.realpath(save)}\n".encode())
                 os.rename(temporary, path)
                 sync_folder(Path(save))
-            elif not local and not is_same(load, save):
-                path.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(
                 f"--save {save}: {error.filename}: {error.strerror}: make it writable, or "
                 "give another folder"
             ) from error
-        return run if local else ""
+        return run
 
     return ranks.from_first(first)

@@ -176,7 +176,7 @@ def newest_of_both(root: Path, seen: bool) -> str | int:
     ranks, shared = all_ranks(), root / "shared"
     path = save_checkpoint(shared, 2, dealt(7, 7), STATE, ranks)
     local = LocalCheckpoints(own_root(root, 1), ranks, "none")
-    local.run = adopt_run_id(str(shared), str(shared), ranks, local=True)
+    local.run = adopt_run_id(str(shared), str(shared), ranks)
     assert local.save(1, dealt(7, 7), STATE)
     if seen and ranks.first:
         flip(next(path.glob("*.safetensors")))
@@ -261,6 +261,9 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "damaged on the way": _damaged_pieces,
     "a full node": lambda: mock.patch.object(
         checkpoints.shutil, "disk_usage", lambda path: mock.Mock(free=0)
+    ),
+    "nothing can be removed": lambda: mock.patch.object(
+        checkpoints, "list_iterations", mock.Mock(side_effect=OSError(5, "Input/output error"))
     ),
     "XOR groups of three": lambda: mock.patch.object(redundancy, "XOR_GROUP", 3),
 }

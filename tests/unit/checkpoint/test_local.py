@@ -201,6 +201,16 @@ def test_two_are_kept_and_an_abandoned_pass_is_not(job, tmp_path):
     assert nodes.leftovers() == []
 
 
+def test_a_failing_deletion_fails_no_save(job):
+    nodes = job(2, 1)
+    for iteration in (1, 2):
+        nodes.save(iteration, iteration)
+    assert nodes.save(3, 3, "partner", RUN, "nothing can be removed") == ["iter_0000003"] * 2
+    assert nodes.outcome(3) == (3, True)
+    nodes.save(4, 4)
+    assert nodes.leftovers() == []
+
+
 # ---- damage --------------------------------------------------------------------------------------
 
 

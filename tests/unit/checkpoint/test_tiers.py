@@ -93,6 +93,28 @@ def test_the_shared_one_is_taken_when_it_is_newer_or_alone(gloo_world, died):
     assert "taking the local" not in text and "at iteration 3; resumes bit for bit\n" in text
 
 
+def test_what_nodes_hold_of_an_abandoned_pass_is_not_taken(gloo_world, died):
+    """A run that goes back may be on other nodes."""
+    elsewhere = shutil.copytree(died / "local", died / "elsewhere")
+    text = run(gloo_world, died, "--ckpt-step", 3, "--exit-interval", 5)
+    assert text.endswith("exit code 0") and saved(died / "shared", 5).exists(), text
+    shutil.rmtree(died / "local")
+    elsewhere.rename(died / "local")
+    text = run(gloo_world, died)
+    assert "taking the local" not in text and "at iteration 5;" in text
+
+
+def test_a_save_without_the_local_tier_makes_it_stale(gloo_world, died):
+    plain = flags(FEATURE, LAYOUT, *folders(died)[:4], "--exit-interval", 4)
+    assert gloo_world(4).run(start_and_die, plain)[0].endswith("exit code 0")
+    text = run(gloo_world, died)
+    assert "taking the local checkpoint of iteration 6 (" in text, "nothing has been saved"
+    changed = "--seed", "5", "--accept-changed", "seed"
+    assert gloo_world(4).run(start, (*plain, *changed))[0].endswith("exit code 0")
+    text = run(gloo_world, died, *changed)
+    assert "taking the local" not in text and "at iteration 4;" in text
+
+
 def test_an_older_local_one_is_taken_when_that_is_allowed(gloo_world, died):
     """The newest of --load is damaged, and the local one is newer than the one before."""
     shutil.copytree(saved(died / "whole", 6), saved(died / "shared", 6))
