@@ -122,6 +122,11 @@ class Background:
                 self.outcome = answer if fault is None else CheckpointError(fault)
         return self.outcome is not None
 
+    def lift_rate(self) -> None:
+        """Have the rest of the shard that is being written go at full speed."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGUSR2)
+
     def result(self) -> Any:
         """Wait for the process and return its result (None when nothing was asked for). Raises the
         error that is the outcome.
@@ -211,9 +216,10 @@ def _write(
     With `record`, its entry in the manifest of the local tier, `source` is the file there; raises
     CheckpointError when it is damaged.
     """
+    progress = WriteProgress(iteration, size, rate)
+    signal.signal(signal.SIGUSR2, lambda *_: setattr(progress, "rate", None))
     what = f"the local copy of {shard_file(index)}"
     header, data = split_header(_waves(trainer, source, size, record is None), what)
-    progress = WriteProgress(iteration, size, rate)
     written = write_shard_file(Path(folder), index, header, data, verify=verify, progress=progress)
     if record is not None and not written.items() <= record.items():
         raise CheckpointError(f"{what} is damaged: its bytes are not those that were written")

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.commit import Attempt, Policy, retire
-from megatron.checkpoint.files import GB, GIB
+from megatron.checkpoint.files import GB, GIB, sync_folder
 from megatron.checkpoint.index import read_manifest
 from megatron.checkpoint.local.nodes import RUN_FILE
 from megatron.checkpoint.manifest import ALIGN, CheckpointError, iteration_folder, list_iterations
@@ -190,12 +190,18 @@ class CheckpointManager:
         pairs: Iterable[BoxTensor],
         state: dict[str, Any],
         replicas: DesyncCheck | None = None,
+        *,
+        is_last: bool = False,
     ) -> None:
         """Save, or begin to, when the save before is over. All ranks call it together. `pairs`: the
         (box, tensor) pairs that this rank writes; `state`: JSON. `replicas` are compared before
-        anything is written, in the background before the commit.
+        anything is written, in the background before the commit. The last save of a run, and one
+        under way, are at full speed: training waits, perhaps until the job is killed.
         """
         began = time.perf_counter()
+        if is_last and self.background is not None:
+            self.rate = None
+            self.background.lift_rate()
         if self.pending is not None:
             self.finalize()
             logger.info(
@@ -260,7 +266,7 @@ class CheckpointManager:
                 retention = asdict(self.retention)
                 background.call("commit", **place, **content, **self.earlier, retention=retention)
             yield
-            attempt.gather_or_raise(background.result)
+            attempt.gather_or_raise(lambda: self._check_commit(attempt))
 
     def _start_writing(
         self, attempt: Attempt, place: dict[str, object], pairs: Pairs, opened: ExitStack
@@ -284,6 +290,19 @@ class CheckpointManager:
             source, size = f"/proc/{os.getpid()}/fd/{shard.fileno()}", record["bytes"]
             self.background.call("write", **options, source=source, size=size, record=record)
             self.background.send({"bytes": size})
+
+    def _check_commit(self, attempt: Attempt) -> None:
+        """Wait for the commit. A process that dies after it, deleting others, fails no save."""
+        try:
+            self.background.result()
+        except CheckpointError:
+            process, saved = self.background.process, None
+            with suppress(CheckpointError):
+                saved = read_manifest(self.root / iteration_folder(attempt.iteration))["attempt"]
+            if saved != attempt.name or process is None or process.poll() is None:
+                raise
+            sync_folder(self.root)
+            logger.warning(f"{self.root}: the process that deletes older checkpoints has died")
 
     def before_update(self) -> None:
         """The tensors are about to change: the current stream waits for the copies of a save under

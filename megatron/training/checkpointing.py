@@ -26,6 +26,7 @@ from megatron.model.init import fill_initial
 from megatron.model.spec import Box
 from megatron.observe.metrics import save_metrics
 from megatron.observe.tracking import Tracker
+from megatron.optimizer.lr_schedule import finished
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import UNTRAINED
 from megatron.training.resume import run_state, takes_weights_alone
@@ -186,7 +187,9 @@ def save(run: Run, *, local_alone: bool = False) -> None:
             agree = partial(check.check, manager.ranks)
             manager.local_checkpoints.save(iteration, pairs, run_state(run), agree)
         else:
-            manager.save(iteration, pairs, run_state(run), check)
+            ends = finished(run.config, iteration, run.progress.consumed_samples)
+            ends = ends or run.exits.check(iteration) is not None
+            manager.save(iteration, pairs, run_state(run), check, is_last=ends)
 
 
 def finalize(run: Run) -> bool:

@@ -182,6 +182,29 @@ def test_a_killed_writer_fails_the_save_with_what_can_be_loaded(tmp_path, made, 
     assert log_lines[-1].endswith("Older checkpoints are untouched (newest: iteration 1).")
 
 
+def test_a_writer_that_dies_after_the_commit_fails_no_save(tmp_path, made, log_lines):
+    """It was deleting older checkpoints."""
+    background = made(tmp_path, enough(tensors()))
+    writer = background.background
+    real = writer.call
+
+    def killed(do: str, **arguments) -> None:
+        real(do, **arguments)
+        if do == "commit":
+            writer.is_done(wait=True)
+            writer.process.kill()
+            writer.process.wait()
+            writer.outcome = CheckpointError("was not saved: killed")
+
+    with mock.patch.object(writer, "call", killed):
+        background.save(1, pairs(tensors()), STATE)
+        assert background.finalize()
+    assert "the process that deletes older checkpoints has died" in log_lines[0]
+    assert f" saved checkpoint {tmp_path}" in log_lines[1]
+    background.save(2, pairs(tensors(2)), STATE)
+    assert background.finalize()
+
+
 def test_a_save_that_close_abandons_did_not_go_well(tmp_path, made):
     background = made(tmp_path, enough(tensors()))
     background.save(1, pairs(tensors()), STATE)
@@ -400,6 +423,19 @@ def test_the_writer_keeps_to_the_rate(saver, made, tmp_path, local):
     began = time.monotonic()
     each.save(1, pairs(tensors()), {})
     assert each.finalize() and time.monotonic() - began >= 1
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_the_last_save_and_one_before_it_do_not_keep_to_the_rate(saver, made, tmp_path, local):
+    """Training waits for them, and a job that gets a signal may be killed. 7 MB at 0.3 MB/s."""
+    each = saver if local else made(tmp_path / "memory", enough(tensors()))
+    each.rate = 0.3
+    each.background.start()
+    each.save(1, pairs(tensors()), {})
+    time.sleep(0.3)  # the writer has begun
+    began = time.monotonic()
+    each.save(2, pairs(tensors(2)), {}, is_last=True)
+    assert each.finalize() and time.monotonic() - began < 10
 
 
 def test_time_in_which_the_writer_was_slower_is_not_saved_up(clock):
