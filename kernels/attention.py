@@ -53,7 +53,7 @@ from megatron.kernels.attention_launch import (
 from megatron.kernels.attention_masks import (
     AttentionMask,
     block_of_step,
-    eights_of_keys,
+    fours_of_keys,
     keys_of_queries,
     places_of_queries,
     positions,
@@ -83,15 +83,15 @@ def keep_mask(
     """Which attention probabilities dropout keeps: bool [b, n, s, keys], of samples [b], heads [n]
     of the model and query positions [s].
 
-    Counter (sample, head, query, key // 8), lane key % 8, of the stream `key`. k_positions [keys],
-    where they are not 0, 1, 2, ...: within each eight they count on, from a multiple of 8.
+    Counter (sample, head, query, key // 4), lane key % 4, of the stream `key`. k_positions [keys],
+    where they are not 0, 1, 2, ...: within each four they count on, from a multiple of 4.
     """
     rows = torch.broadcast_tensors(
         sample_ids[:, None, None], heads[None, :, None], queries[None, None, :]
     )
-    eights = None if k_positions is None else k_positions[::8].long() // 8
+    fours = None if k_positions is None else k_positions[::4].long() // 4
     words = [word.flatten() for word in rows]
-    return philox.keep_mask(key, words, keys, drop, blocks=eights).view(*rows[0].shape, keys)
+    return philox.keep_mask(key, words, keys, drop, blocks=fours).view(*rows[0].shape, keys)
 
 
 def _seen(mask: AttentionMask, x: Tensor) -> Tensor:
@@ -262,8 +262,8 @@ def _forward_pass(
             x = tl.where(see, x, float("-inf"))
         p, m, l, alpha = online_softmax(x, factor, m, l, MASKED)
         if FEATURES.dropout:
-            eights = eights_of_keys(k_positions, key, t, N, FEATURES)
-            p = drop_scores(p, drop, queries[0], eights)
+            fours = fours_of_keys(k_positions, key, t, N, FEATURES)
+            p = drop_scores(p, drop, queries[0], fours)
         v_tile = load_tile(v, (kv,), key, N, D)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
     return acc, m, l
@@ -303,7 +303,7 @@ def forward_kernel(
     first_head,
     k0: tl.uint32,
     k1: tl.uint32,
-    threshold: tl.int32,
+    threshold: tl.uint32,
     inverse_keep,
     D: tl.constexpr,
     M: tl.constexpr,

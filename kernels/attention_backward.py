@@ -44,7 +44,7 @@ from megatron.kernels.attention_masks import (
     AttentionMask,
     Features,
     block_of_step,
-    eights_of_keys,
+    fours_of_keys,
     keys_of_queries,
     places_of_keys,
     places_of_queries,
@@ -207,7 +207,7 @@ def _dkv_pass(
     q, dout, dq, base, delta, kv, member = of_head
     q_positions, starts, b, s = of_queries
     k_index = key + tl.arange(0, N)
-    eights = eights_of_keys(k_positions, key, t, N, FEATURES) if FEATURES.dropout else 0
+    fours = fours_of_keys(k_positions, key, t, N, FEATURES) if FEATURES.dropout else 0
     first, last = steps_of_pass(bounds, MASKED)
     for step in range(first, last):
         row = block_of_step(step, bounds, MASKED) * M
@@ -224,7 +224,7 @@ def _dkv_pass(
         dout_tile = load_tile(dout, (kv, member), row, M, D)
         if FEATURES.dropout:  # one draw of random bits for both
             dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
-            kept, dp = drop_scores_transposed(p, dp, drop, q_at, eights)
+            kept, dp = drop_scores_transposed(p, dp, drop, q_at, fours)
             dv = tl.dot(kept.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
         else:  # dv first: it needs no registers of dp
             dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
@@ -267,7 +267,7 @@ def dkv_kernel(
     first_head,
     k0: tl.uint32,
     k1: tl.uint32,
-    threshold: tl.int32,
+    threshold: tl.uint32,
     inverse_keep,
     D: tl.constexpr,
     M: tl.constexpr,
@@ -335,8 +335,8 @@ def _dq_pass(
         v_tile = load_tile(v, (kv,), key, N, D)
         dp = tl.dot(dout, tl.trans(v_tile), input_precision="ieee")
         if FEATURES.dropout:
-            eights = eights_of_keys(k_positions, key, t, N, FEATURES)
-            dp = drop_scores(dp, drop, queries[0], eights)
+            fours = fours_of_keys(k_positions, key, t, N, FEATURES)
+            dp = drop_scores(dp, drop, queries[0], fours)
         ds = _score_gradient(p, dp, delta[:, None], slope, FEATURES)
         if MASKED:
             see = visible_tile(queries, key, k_positions, t, N, FEATURES)
@@ -376,7 +376,7 @@ def dq_kernel(
     first_head,
     k0: tl.uint32,
     k1: tl.uint32,
-    threshold: tl.int32,
+    threshold: tl.uint32,
     inverse_keep,
     D: tl.constexpr,
     M: tl.constexpr,

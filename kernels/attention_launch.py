@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.kernels import lang, philox
+from megatron.kernels import lang
 from megatron.kernels.attention_masks import STEP, TILE, AttentionMask, Features
 from megatron.kernels.configurations import Row, find
 from torch import Tensor
@@ -161,7 +161,7 @@ def runtime_arguments(q: Tensor, t: int, mask: AttentionMask, options: Options) 
         "first_head": options.first_head,
         "k0": options.key[0],
         "k1": options.key[1],
-        "threshold": philox.lowest_kept(options.drop) * 2**16,
+        "threshold": round(options.drop * 2**32),
         "inverse_keep": 1 / (1 - options.drop),
     }
 

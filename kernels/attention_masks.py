@@ -286,14 +286,14 @@ def places_of_keys(k_positions, k_index, t, FEATURES: tl.constexpr):
 
 
 @jit
-def eights_of_keys(k_positions, key, t, N: tl.constexpr, FEATURES: tl.constexpr):
-    """The counters of dropout [N / 8] of the N keys from `key` on: the positions of each eight,
-    divided by 8. Positions count on within each eight keys, from a multiple of 8.
+def fours_of_keys(k_positions, key, t, N: tl.constexpr, FEATURES: tl.constexpr):
+    """The counters of dropout [N / 4] of the N keys from `key` on: the positions of each four,
+    divided by 4. Positions count on within each four keys, from a multiple of 4.
     """
     if FEATURES.positions:
-        return places_of_keys(k_positions, key + 8 * tl.arange(0, N // 8), t, FEATURES) // 8
+        return places_of_keys(k_positions, key + 4 * tl.arange(0, N // 4), t, FEATURES) // 4
     else:
-        return key // 8 + tl.arange(0, N // 8)
+        return key // 4 + tl.arange(0, N // 4)
 
 
 @jit

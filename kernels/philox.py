@@ -7,7 +7,7 @@ wrapping product keeps the high half recoverable.
 
 A *field* is a matrix of random words addressed by row words and a column: the counter is (row
 words..., column // 4, 0...), the lane column % 4. Any rectangle of a field can be computed alone,
-so every layout of a run sees the same weights. Dropout decides by half words, eight of a counter.
+so every layout of a run sees the same weights and dropout masks.
 """
 
 from __future__ import annotations
@@ -124,17 +124,30 @@ def normal(out: Tensor, key: Key, first_row: int, first_column: int, std: float)
 def keep_mask(
     key: Key, rows: Sequence[Tensor], columns: int, drop: float, blocks: Tensor | None = None
 ) -> Tensor:
-    """Dropout mask [R, columns] (bool, True = keep) of rows with the words `rows`, see `fill`.
+    """Attention's dropout mask [R, columns] (bool, True = keep): an element is dropped when its
+    word is below drop x 2^32. `blocks` [ceil(columns / 4)]: columns divided by 4, of each four of
+    them, where these do not lie side by side.
+    """
+    device, threshold = rows[0].device, round(drop * 2**32)
+    out = torch.empty(rows[0].shape[0], columns, dtype=torch.bool, device=device)
+    if blocks is None:
+        blocks = torch.arange(-(-columns // 4), device=device)
+    for part, words in _words(out, key, rows, blocks):
+        kept = torch.stack([word >= threshold for word in words], dim=-1)
+        part.copy_(kept.flatten(1)[:, :columns])
+    return out
+
+
+def keep_mask_of_halves(key: Key, rows: Sequence[Tensor], columns: int, drop: float) -> Tensor:
+    """Hidden states' dropout mask [R, columns] (bool, True = keep), by half the words.
 
     The counter of a column is (row words..., column // 8, 0...), its lane column % 8: the lower
     and the upper half of word 0, of word 1, ..., as numbers from -2^15 to 2^15 - 1. It is dropped
-    when that is below `lowest_kept(drop)`. `blocks` [ceil(columns / 8)]: columns divided by 8, of
-    each eight of them, where these do not lie side by side.
+    when that is below `lowest_kept(drop)`.
     """
     device = rows[0].device
     out = torch.empty(rows[0].shape[0], columns, dtype=torch.bool, device=device)
-    if blocks is None:
-        blocks = torch.arange(-(-columns // 8), device=device)
+    blocks = torch.arange(-(-columns // 8), device=device)
     for part, (w0, w1, w2, w3) in _words(out, key, rows, blocks):
         # two words of 64 bits, in memory eight numbers of 16 side by side
         words = torch.stack([w1.bitwise_left_shift_(32) | w0, w3.bitwise_left_shift_(32) | w2], -1)
@@ -143,7 +156,7 @@ def keep_mask(
 
 
 def lowest_kept(drop: float) -> int:
-    """The least signed number of 16 bits that dropout keeps: drop x 2^16 of them are below."""
+    """The least signed number of 16 bits that is kept: drop x 2^16 of them are below."""
     return min(round(drop * 2**16), 2**16 - 1) - 2**15
 
 

@@ -1,11 +1,12 @@
 """kernels/philox.py inside Triton kernels: the same words, the same dropout masks, bit for bit.
 
-Pass a key's two words to the kernel as arguments annotated `tl.uint32`, and the threshold
-lowest_kept(drop) * 2**16 as `tl.int32` (what Triton would choose by itself, i32 or i64, depends on
-the value), and name them in `do_not_specialize`.
+Pass a key's two words and the threshold to the kernel as arguments annotated `tl.uint32` (what
+Triton would choose by itself, i32 or i64, depends on the value), and name them in
+`do_not_specialize`. The threshold is round(drop * 2**32) for attention; for hidden states, whose
+elements take half a word each, it is lowest_kept(drop) * 2**16, annotated `tl.int32`.
 
-About 70 integer instructions make four words, whose eight decisions travel as one integer until
-they meet the values they decide about.
+About 70 integer instructions make four words, whose four decisions travel as one integer until they
+meet the values they decide about.
 """
 
 from __future__ import annotations
@@ -36,68 +37,69 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @jit
 def keep_bits(c0, c1, c2, c3, k0, k1, threshold):
-    """int32 of the counters' broadcast shape: bit i is set where lane i, an element of the eight at
+    """int32 of the counters' broadcast shape: bit i is set where lane i, an element of the four at
     this counter, is kept by dropout.
     """
     w0, w1, w2, w3 = philox4x32(c0, c1, c2, c3, k0, k1)
+    low = threshold.to(tl.uint32)
     return (
-        _keep_two(w0, threshold)
-        | _keep_two(w1, threshold) << 2
-        | _keep_two(w2, threshold) << 4
-        | _keep_two(w3, threshold) << 6
+        (w0 >= low).to(tl.int32)
+        | (w1 >= low).to(tl.int32) << 1
+        | (w2 >= low).to(tl.int32) << 2
+        | (w3 >= low).to(tl.int32) << 3
     )
 
 
 @jit
-def _keep_two(word, threshold):
-    """Decisions of a word's two halves; the threshold's lower half is zero."""
-    upper = word.to(tl.int32, bitcast=True)
-    return (upper << 16 >= threshold).to(tl.int32) | (upper >= threshold).to(tl.int32) << 1
-
-
-@jit
 def lanes_to_columns(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """keep_bits [ROWS, COLUMNS / 8] -> keep mask [ROWS, COLUMNS], bool."""
-    lanes = bits[:, :, None] >> tl.arange(0, 8)[None, None, :]
+    """keep_bits [ROWS, COLUMNS / 4] -> keep mask [ROWS, COLUMNS], bool."""
+    lanes = bits[:, :, None] >> tl.arange(0, 4)[None, None, :]
     return tl.reshape(lanes & 1, [ROWS, COLUMNS]) != 0
 
 
 @jit
 def lanes_to_rows(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """keep_bits [ROWS / 8, COLUMNS] -> keep mask [ROWS, COLUMNS], bool: the transposed tile, keys
+    """keep_bits [ROWS / 4, COLUMNS] -> keep mask [ROWS, COLUMNS], bool: the transposed tile, keys
     or hidden elements along the rows.
     """
-    lanes = bits[:, None, :] >> tl.arange(0, 8)[None, :, None]
+    lanes = bits[:, None, :] >> tl.arange(0, 4)[None, :, None]
     return tl.reshape(lanes & 1, [ROWS, COLUMNS]) != 0
+
+
+@jit
+def keep_two(word, threshold):
+    """Two bits: whether the lower and the upper half of a word, as signed numbers, are kept."""
+    upper = word.to(tl.int32, bitcast=True)
+    return (upper << 16 >= threshold).to(tl.int32) | (upper >= threshold).to(tl.int32) << 1
 
 
 @jit
 def keep_tile(
     word0, word1, first_column, k0, k1, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Keep mask [ROWS, COLUMNS] of `philox.keep_mask(key, [word0, word1], ..., first_column)`: row
-    words [ROWS]; first_column a multiple of 8.
+    """Keep mask [ROWS, COLUMNS] of `philox.keep_mask_of_halves(key, [word0, word1], ...)` from
+    first_column on, a multiple of 8: row words [ROWS].
     """
     block = first_column // 8 + tl.arange(0, COLUMNS // 8)
     zero = tl.zeros([1, 1], tl.uint32)
-    return lanes_to_columns(
-        keep_bits(word0[:, None], word1[:, None], block[None, :], zero, k0, k1, threshold),
-        ROWS,
-        COLUMNS,
-    )
+    w0, w1, w2, w3 = philox4x32(word0[:, None], word1[:, None], block[None, :], zero, k0, k1)
+    bits = keep_two(w0, threshold) | keep_two(w1, threshold) << 2
+    bits |= keep_two(w2, threshold) << 4 | keep_two(w3, threshold) << 6
+    lanes = bits[:, :, None] >> tl.arange(0, 8)[None, None, :]
+    return tl.reshape(lanes & 1, [ROWS, COLUMNS]) != 0
 
 
 @jit
 def keep_scores(
-    sample, head, query, eights, k0, k1, threshold, QUERIES: tl.constexpr, KEYS: tl.constexpr
+    sample, head, query, fours, k0, k1, threshold, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):
     """Keep mask [QUERIES, KEYS] of attention probabilities: row words (sample, head, query
-    [QUERIES]); `eights` [KEYS / 8] are the positions of each eight keys, divided by 8.
+    [QUERIES]); `fours` [KEYS / 4] are the positions of each four keys, divided by 4.
     """
     zero = tl.zeros([1, 1], tl.uint32)
     sample, head = zero + sample.to(tl.uint32), zero + head.to(tl.uint32)
     return lanes_to_columns(
-        keep_bits(sample, head, query[:, None], eights[None, :], k0, k1, threshold), QUERIES, KEYS
+        keep_bits(sample, head, query[:, None], fours[None, :], k0, k1, threshold), QUERIES, KEYS
     )
 
 
@@ -111,32 +113,32 @@ def drop_of_head(samples, b, head, k0, k1, threshold, inverse_keep, DROPOUT: tl.
 
 
 @jit
-def drop_scores(x, drop, query, eights):
+def drop_scores(x, drop, query, fours):
     """x [queries, keys] as dropout leaves it: what is kept times 1 / (1 - drop). `drop` is what
     drop_of_head gives.
     """
     sample, head, k0, k1, threshold, inverse_keep = drop
-    keep = keep_scores(sample, head, query, eights, k0, k1, threshold, x.shape[0], x.shape[1])
+    keep = keep_scores(sample, head, query, fours, k0, k1, threshold, x.shape[0], x.shape[1])
     return tl.where(keep, x * inverse_keep, 0.0)
 
 
 @jit
-def drop_scores_transposed(x, y, drop, query, eights):
+def drop_scores_transposed(x, y, drop, query, fours):
     """x and y [keys, queries] as dropout leaves them, both by the mask of one tile of scores."""
     sample, head, k0, k1, threshold, inverse_keep = drop
     keep = keep_scores_transposed(
-        sample, head, query, eights, k0, k1, threshold, x.shape[0], x.shape[1]
+        sample, head, query, fours, k0, k1, threshold, x.shape[0], x.shape[1]
     )
     return tl.where(keep, x * inverse_keep, 0.0), tl.where(keep, y * inverse_keep, 0.0)
 
 
 @jit
 def keep_scores_transposed(
-    sample, head, query, eights, k0, k1, threshold, KEYS: tl.constexpr, QUERIES: tl.constexpr
+    sample, head, query, fours, k0, k1, threshold, KEYS: tl.constexpr, QUERIES: tl.constexpr
 ):
     """The transpose [KEYS, QUERIES] of keep_scores, without moving a tile."""
     zero = tl.zeros([1, 1], tl.uint32)
     sample, head = zero + sample.to(tl.uint32), zero + head.to(tl.uint32)
     return lanes_to_rows(
-        keep_bits(sample, head, query[None, :], eights[:, None], k0, k1, threshold), KEYS, QUERIES
+        keep_bits(sample, head, query[None, :], fours[:, None], k0, k1, threshold), KEYS, QUERIES
     )

@@ -127,8 +127,8 @@ def _context_parallel(run: RunView) -> Faults:
     if run.sequence_parallel:
         unit = math.lcm(unit, run.cp * run.tp)
     if ring > 1 and run.attention_dropout:
-        unit = math.lcm(unit, 16 * ring)
-        reason = f"--attention-dropout in a ring of {ring} ranks, eight keys at a time"
+        unit = math.lcm(unit, 8 * ring)
+        reason = f"--attention-dropout in a ring of {ring} ranks, four keys at a time"
     if run.has("seq_length"):
         yield from multiple(run, "seq_length", unit, f"{unit} with {reason}")
     if ranks == 1 or not run.has("num_attention_heads", "num_query_groups"):

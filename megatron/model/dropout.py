@@ -90,7 +90,9 @@ class Dropout:
         if self.backend == "triton":
             return _TritonDropout.apply(x, None, state, self.key, self.probability)
         # An element's counter holds its sample and position: the mask is the same in every layout.
-        keep = philox.keep_mask(self.words, state.counters(), x.shape[2], self.probability)
+        keep = philox.keep_mask_of_halves(
+            self.words, state.counters(), x.shape[2], self.probability
+        )
         return _MaskedDropout.apply(x, keep.view(torch.uint8).view(x.shape), self.probability)
 
     def add(self, x: Tensor, residual: Tensor, state: DropoutState | None) -> Tensor:

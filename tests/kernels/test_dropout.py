@@ -29,7 +29,7 @@ def test_mask_is_the_fields(key, device):
     s, b, h = 2, 2, 300
     samples, tokens = where(s, b, device)
     rows = [word.flatten() for word in torch.broadcast_tensors(samples[None, :], tokens[:, None])]
-    keep = philox.keep_mask(key, rows, h, 0.3).view(s, b, h)
+    keep = philox.keep_mask_of_halves(key, rows, h, 0.3).view(s, b, h)
     ones = torch.ones(s, b, h, device=device)
     assert torch.equal(dropout_add(ones, None, samples, tokens, *key, 0.3) != 0, keep)
     low, high = key

@@ -67,10 +67,11 @@ def test_normal_moments():
     assert abs((x[:-1] * x[1:]).mean()) < 5 / n**0.5
 
 
-def test_keep_mask_share_and_address():
+@pytest.mark.parametrize("keep_mask", [philox.keep_mask, philox.keep_mask_of_halves])
+def test_keep_mask_share_and_address(keep_mask):
     key = philox.key(3, "dropout")
     sample, position = torch.arange(200).repeat_interleave(50), torch.arange(50).repeat(200)
-    mask = philox.keep_mask(key, [sample, position], 101, 0.1)
+    mask = keep_mask(key, [sample, position], 101, 0.1)
     n = mask.numel()
     assert abs(mask.double().mean() - 0.9) < 5 * (0.09 / n) ** 0.5
     # standard error of the correlation of neighbours, which share a word, and of two words
@@ -79,15 +80,20 @@ def test_keep_mask_share_and_address():
         together = (apart[:, distance:] * apart[:, :-distance]).mean()
         assert abs(together) < 5 * 0.09 / n**0.5
     some = torch.tensor([3, 77, 4001])
-    assert torch.equal(philox.keep_mask(key, [sample[some], position[some]], 101, 0.1), mask[some])
-    eights = torch.tensor([2, 7])
+    assert torch.equal(keep_mask(key, [sample[some], position[some]], 101, 0.1), mask[some])
+
+
+def test_keep_mask_of_blocks():
+    key, row = philox.key(3, "dropout"), torch.arange(50)
+    mask = philox.keep_mask(key, [row, row], 101, 0.1)
+    fours = torch.tensor([2, 7])
     assert torch.equal(
-        philox.keep_mask(key, [sample, position], 12, 0.1, blocks=eights),
-        mask[:, [*range(16, 24), *range(56, 60)]],
+        philox.keep_mask(key, [row, row], 7, 0.1, blocks=fours),
+        mask[:, [*range(8, 12), *range(28, 31)]],
     )
 
 
-def test_dropout_takes_half_words_in_order():
+def test_dropout_of_hidden_states_takes_half_words_in_order():
     """The lower half of word 0 first, each as a signed number of 16 bits."""
     key, row = philox.key(3, "dropout"), torch.arange(50)
     zero = torch.zeros_like(row)
@@ -97,7 +103,7 @@ def test_dropout_takes_half_words_in_order():
     signed = torch.stack(numbers, 1)
     signed = torch.where(signed < 2**15, signed, signed - 2**16)
     for drop in (0.0, 0.1, 0.5, 1 - 2**-17):
-        kept = philox.keep_mask(key, [row, row], 8, drop)
+        kept = philox.keep_mask_of_halves(key, [row, row], 8, drop)
         assert torch.equal(kept, signed >= min(round(drop * 2**16), 2**16 - 1) - 2**15)
 
 

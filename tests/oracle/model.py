@@ -174,7 +174,7 @@ class Model:
             return x
         rows = [batch.samples[:, None], np.arange(x.shape[1])[None, :]]
         return self.round(
-            x * philox.dropout(self.c.seed, name, rows, x.shape[2], self.c.hidden_dropout)
+            x * philox.hidden_dropout(self.c.seed, name, rows, x.shape[2], self.c.hidden_dropout)
         )
 
     def jitter(self, x: Tensor, name: str, batch: Batch, training: bool) -> Tensor:

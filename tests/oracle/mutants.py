@@ -129,15 +129,18 @@ dropout that does not heed the seed | gpt-dropout
 = megatron/model/layer.py TransformerLayer.__init__
 one dropout mask for attention's and the MLP's output | gpt-dropout
     "attention.output_dropout" => "mlp.output_dropout"
-= megatron/model/dropout.py Dropout.hidden
+= megatron/model/dropout.py _MaskedDropout.forward
 hidden states that dropout keeps not scaled up | gpt-dropout
-    * (1 / (1 - self.probability)) =>
+    return x * keep.to(x.dtype) * ctx.factor => return x * keep.to(x.dtype)
 = megatron/model/dropout.py Dropout.add
 the residual dropped too | gpt-dropout
     return residual + self.hidden(x, state) => return self.hidden(x + residual, state)
 = kernels/philox.py keep_mask
 what should be dropped is kept | gpt-dropout
     round(drop * 2**32) => round((1 - drop) * 2**32)
+= kernels/philox.py lowest_kept
+what should be dropped of hidden states is kept | gpt-dropout
+    round(drop * 2**16) => round((1 - drop) * 2**16)
 = megatron/model/experts/router.py Router._jitter
 one jitter for all samples | moe-bias-groups
     state.counters() => [state.counters()[0] * 0, state.counters()[1]]

@@ -71,8 +71,16 @@ def jitter(seed: int, name: str, rows: list[np.ndarray], columns: int, eps: floa
 def dropout(
     seed: int, name: str, rows: list[np.ndarray], columns: int, share: float
 ) -> torch.Tensor:
-    """The factor of each element: 0 where its number is among the lowest share of all signed ones
-    of 16 bits, else 1 / (1 - share). Eight columns have a counter, whose words are cut in halves,
+    """The factor of each score: 0 where its word is below share x 2^32, else 1 / (1 - share)."""
+    kept = field(key_of(seed, name), rows, columns) >= np.uint64(round(share * 2**32))
+    return torch.from_numpy(kept / (1 - share))
+
+
+def hidden_dropout(
+    seed: int, name: str, rows: list[np.ndarray], columns: int, share: float
+) -> torch.Tensor:
+    """The factor of each channel: 0 where its number is among the lowest share of all signed ones
+    of 16 bits, else 1 / (1 - share). Eight channels have a counter, whose words are cut in halves,
     the lower one first.
     """
     words = field(key_of(seed, name), rows, -(-columns // 8) * 4)

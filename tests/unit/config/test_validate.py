@@ -252,7 +252,7 @@ multiple of it; the nearest that fits is 3
 4 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4
     must be two sizes, of the ranks that exchange heads and of the ring, with the product
 4 --context-parallel-size 4 --cp-comm-type p2p --attention-dropout 0.1 --seq-length 48
-    must be a multiple of 64 with --attention-dropout in a ring of 4 ranks, eight keys at a time
+    must be a multiple of 32 with --attention-dropout in a ring of 4 ranks, four keys at a time
 
 # 8-bit floats
 --fp8-format e4m3 --fp8-min-width 129
