@@ -203,8 +203,9 @@ def unit_config(config: Config) -> Config:
 
 @lru_cache(maxsize=4096)
 def _without_context(config: Config) -> Config:
-    """That of units whose positions do not meet."""
-    return config.with_fields(
+    """That of units whose positions do not meet: they have no attention."""
+    no_attention = config.with_fields("model", attention_backend="auto")
+    return no_attention.with_fields(
         "distributed", cp_comm_type="allgather", hierarchical_context_parallel_sizes=None
     )
 

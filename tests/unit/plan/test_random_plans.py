@@ -61,6 +61,16 @@ def test_every_command_has_an_answer(seed):
         assert run(command, [*without_device, *layout])
 
 
+def test_embedding_and_head_refuse_no_kernel_of_attention():
+    """FlashAttention 4 has no masks by positions; all-to-all needs none."""
+    chosen = "--cp-comm-type a2a --attention-backend fa4 --attention-dropout 0"
+    words = """--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024
+    --micro-batch-size 1 --global-batch-size 2 --train-iters 3 --mock-data --vocab-size 32000
+    --lr 1e-3 --bf16 --context-parallel-size 2 --world-size 2 --hardware"""
+    found = json.loads(run("step", ["--json", *words.split(), DEVICES[0], *chosen.split()])[0])
+    assert found["step_s"] > 0
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.default("3")
 def test_a_layout_that_a_search_prints_takes_what_it_says(seed):
