@@ -95,6 +95,7 @@ EXPERTS = {
     "seq_aux_loss --moe-aux-loss-coeff 5e-2 1e-2 --moe-shared-expert-intermediate-size 16 "
     "--moe-shared-expert-gate",
 }
+EXPERTS["moe-bf16"] = EXPERTS["moe-fp64"].replace("--fp64", "--bf16")
 EP = "--expert-model-parallel-size"
 EXPERT_LAYOUTS = {
     "dp2ep2": (2, f"{EP} 2"),
@@ -106,7 +107,10 @@ EXPERT_LAYOUTS = {
     "tp2spdp2zero2": (4, f"{TP} 2 --sequence-parallel {ZERO} 2"),
     "pp2dp2ep2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {EP} 2 {ZERO} 2"),
 }
-ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
+THREE_AXES = {
+    "tp2sppp2dp2zero2": (8, f"{TP} 2 --sequence-parallel {PP} 2 {SCHEDULE} zero-bubble {ZERO} 2"),
+}
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | THREE_AXES
 
 
 def flags(feature: str, layout: str, *more: object) -> tuple[str, ...]:

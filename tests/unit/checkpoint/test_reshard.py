@@ -43,7 +43,7 @@ import generate  # noqa: E402
 
 # ---- the table: what one layout saves another loads, and continues from --------------------------
 
-FP64, FP16 = 1e-10, 2.0**-11 * 16
+BOUNDS = {"fp64": 1e-10, "fp16": 2.0**-11 * 16, "bf16": 2.0**-8 * 16}  # of losses
 
 
 class Row(NamedTuple):
@@ -70,6 +70,8 @@ TABLE = [
     *_rows("ledger-fp64", "dp2>tp2sp tp4sp>dp2zero3 pp4>one dp2zero2>dp2zero2"),
     *_rows("moe-fp64", "dp4ep4>dp4ep4 dp4ep2zero3>dp4ep2zero3 dp4ep4>tp2spep2"),
     *_rows("moe-fp64", "dp4ep4>pp2dp2ep2zero2 dp4ep2zero3>tp2spdp2ep2 one>dp4ep2zero1"),
+    *_rows("moe-bf16", "dp4ep2zero3>dp4ep2zero3 dp4ep2zero3>tp2spep2 tp2spep2>pp2dp2ep2zero2"),
+    *_rows("untied-fp64", "tp2sppp2dp2zero2>dp2zero3 dp4zero3shard2>tp2sppp2dp2zero2"),
 ]
 
 
@@ -157,12 +159,12 @@ def faults(found: dict[str, Any]) -> list[str]:
     same = found["source"] == found["target"]
     if found["logged bit for bit"] != same:
         shown.append("the log is wrong about bits")
-    bound = 0.0 if same else FP16 if "fp16" in found["feature"] else FP64
+    bound = 0.0 if same else BOUNDS[found["feature"].partition("-")[2]]
     if not found["losses"] <= bound:
         shown.append(f"losses differ by {found['losses']:.3g}")
     if same and found["tensors that differ 3 iterations later"]:
         shown.append("tensors differ 3 iterations later")
-    if not same and bound == FP64 and not found["weights 3 iterations later"] < FP64:
+    if not same and bound == BOUNDS["fp64"] and not found["weights 3 iterations later"] < bound:
         shown.append(f"weights differ by {found['weights 3 iterations later']:.3g}")
     return shown
 
@@ -231,8 +233,8 @@ def test_a_run_continues_bit_for_bit_or_within_the_bound(runs, tmp_path, row):
     """Every tensor that each rank holds after loading (weights, masters, moments) and the rest of
     the state, bit by bit against what was saved; then the next 3 losses and all tensors after them,
     against those of the run that was not interrupted: bit for bit on the same layout, in fp64
-    within 1e-10 on another, in fp16 (where only state and scale must be exact) within its rounding
-    times the root of a few hundred operations.
+    within 1e-10 on another, in fp16 and bf16 (where only state and scale must be exact) within
+    their rounding times the root of a few hundred operations.
     """
     assert faults(runs.measure(row, tmp_path)) == []
 

@@ -6,7 +6,7 @@ import math
 from unittest import mock
 
 import pytest
-from parity.layouts import BASE, NO_DROPOUT, Row
+from parity.layouts import BASE, FEATURES, NO_DROPOUT, Row
 from parity.worker import Outcome, one_thread, run_case
 
 from megatron.training import step
@@ -20,11 +20,13 @@ FLAGS = (
 UNTIED = "--untie-embeddings-and-output-weights --normalization RMSNorm"
 ONE_KEY = f"{UNTIED} --group-query-attention --num-query-groups 1"
 FROZEN = f"{UNTIED} --freeze embedding,layers.1"
+EXPERTS = FEATURES["moe"].flags
 RUNS = [
     ("tp2 sp", ONE_KEY),
     ("pp2 zero-bubble", FROZEN),
     ("dp2 zero1", UNTIED),
     ("cp2", ""),
+    ("tp2 sp etp1 ep2", EXPERTS),
 ]
 NAMES = ("embedding", "layers.0", "layers.1", "layers.2", "layers.3")
 
@@ -34,7 +36,8 @@ def alone() -> dict[str, Outcome]:
     """The one-process runs, by their flags."""
     with one_thread():
         return {
-            flags: run_case((*FLAGS, *flags.split())) for flags in ("", UNTIED, ONE_KEY, FROZEN)
+            flags: run_case((*FLAGS, *flags.split()))
+            for flags in ("", UNTIED, ONE_KEY, FROZEN, EXPERTS)
         }
 
 

@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 import torch
 from megatron.kernels import philox
-from parity.layouts import BASE, NO_DROPOUT, Row
+from parity.layouts import BASE, FEATURES, NO_DROPOUT, Row
 from parity.worker import one_thread, run_case
 from unit.observe.wandb_files import history
 
@@ -42,6 +42,7 @@ RUNS = [
     ("pp2 zero-bubble", DOCUMENTS),
     ("dp2 zero1", ""),
     ("cp2", DOCUMENTS),
+    ("dp2 ep2", f"{FEATURES['mla-moe'].flags} --num-layers 2"),
 ]
 
 
