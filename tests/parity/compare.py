@@ -181,22 +181,28 @@ def narrow(
     number_floor: float = 0.0,
     bound: float = math.inf,
     wire: float = 0.0,
+    before: int = 0,
+    factor: float = ROUNDED_FACTOR,
 ) -> list[str]:
-    """Same pattern of skipped steps. Losses and gradient norms over the steps, gradients of step 1
-    and final weights: ||layout - fp64|| <= 4 max(||one process - fp64||, floor x global norm), and
-    the one process itself within `bound` of fp64, relative to the global norm.
+    """Same pattern of skipped steps. Losses and gradient norms over the steps, evaluations,
+    gradients of step 1 and final weights: ||layout - fp64|| <= 4 max(||one process - fp64||,
+    floor x global norm), and the one process itself within `bound` of fp64, relative to the global
+    norm.
 
     A layout rounds as often as one process does, at other places: another draw of the same error.
     Of two such draws over 7 or more steps, or over a tensor, one has 4 times the other's norm in
-    less than one case in a thousand. `floor` is that of tensors, `number_floor` that of losses and
-    norms. SGD alone: Adam amplifies rounding noise to full steps.
+    less than one case in a thousand. `floor` is that of tensors and of the two evaluations,
+    `number_floor` that of losses and norms over the steps. SGD alone: Adam amplifies rounding noise
+    to full steps.
 
     `wire`: relative error that a narrow reduction may add to gradients, losses and norms; 0 for
     none. Then parameters are not compared: where the gradients of successive steps cancel, their
     sum may be off by any multiple of its own norm.
+
+    `before`: as of `fp64`. `factor`: instead of 4.
     """
     faults = ranks_agree(outcomes)
-    if differing := patterns_differ(one.steps, outcomes[0].steps):
+    if differing := patterns_differ(one.steps[before:], outcomes[0].steps):
         return faults + differing
 
     def check(
@@ -204,7 +210,7 @@ def narrow(
     ) -> bool:
         """Whether the layout's error is beyond that of one process."""
         error, own = (found.double() - r).norm(), (own.double() - r).norm()
-        most = ROUNDED_FACTOR * max(own, least * scale)
+        most = factor * max(own, least * scale)
         allowed = most + wire * r.norm()
         for where, value, limit in (("", error, allowed), (" in one process", own, bound * scale)):
             if not value <= limit:
@@ -212,15 +218,19 @@ def narrow(
                 faults.append(f"{what}{where}: {text}")
         return bool(error > most)
 
-    taken = torch.tensor([not step.skipped for step in one.steps])
+    taken = torch.tensor([not step.skipped for step in outcomes[0].steps])
     for field in ("loss", "grad_norm"):
         r, a, b = (
-            torch.tensor([getattr(step, field) for step in each.steps], dtype=torch.float64)[taken]
-            for each in (exact, one, outcomes[0])
+            torch.tensor([getattr(step, field) for step in steps], dtype=torch.float64)[taken]
+            for steps in (exact.steps[before:], one.steps[before:], outcomes[0].steps)
         )
         check(field, r, a, b, r.norm(), number_floor)
+    r, a, b = (
+        torch.tensor(each.evaluations, dtype=torch.float64) for each in (exact, one, outcomes[0])
+    )
+    check("evaluations", r, a, b, r.norm(), floor)
     for part in ("gradients", "weights"):
-        if part == "gradients" and one.steps[0].skipped:
+        if part == "gradients" and (before or one.steps[0].skipped):
             continue
         reference, a, b = (gather(each, part, faults) for each in ([exact], [one], outcomes))
         if wire and part == "weights":
@@ -230,7 +240,7 @@ def narrow(
             check(f"{part} of {name}", r, a[name], b[name], total, floor)
             for name, r in reference.items()
         ]
-        if wire and not any(beyond):
+        if wire and bound == math.inf and not any(beyond):  # nothing else is narrow
             faults.append(f"{part}: no tensor shows the rounding of a narrow reduction")
     return faults
 
@@ -252,5 +262,6 @@ def faults_of(row: Row, outcomes: list[Outcome], device: str = "cpu") -> list[st
     if row.precision in ("fp32", "wire"):
         wire = wire_bound(row.parts) if row.precision == "wire" else 0.0
         return narrow(exact, one, outcomes, floor=FP32_FLOOR, number_floor=FP32_FLOOR, wire=wire)
-    bound, floor = narrow_bound(row.precision, row.layers), 0.1 * UNIT_ROUNDOFF[row.precision]
+    rounding = "bf16" if row.precision == "grads" else row.precision
+    bound, floor = narrow_bound(rounding, row.layers), 0.1 * UNIT_ROUNDOFF[rounding]
     return narrow(exact, one, outcomes, floor=floor, bound=bound)

@@ -146,6 +146,8 @@ moe-act: MOE --moe-router-topk 1 --moe-router-pre-softmax SELECTIVE moe_act core
 # more experts than tokens of a rank: many have none
 moe-sparse: MOE --num-experts 64 --moe-ffn-hidden-size 8 --moe-router-topk 4
 moe-forced: MOE --moe-router-force-load-balancing
+# weights of experts in float64; metrics of each layer
+moe-wide: MOE BY_SAMPLE --moe-router-dtype fp64 --moe-per-layer-logging
 # fewer than 4 pipeline ranks
 m3:
     micro_batches: 3
@@ -183,6 +185,11 @@ tiled-fp8: FP8 --seq-length 256 --fp8-format e4m3 --fp8-recipe blockwise
 traced: GROUPED
     patches: traced
     extra: --torch-compile
+traced-fp8: FP8 --fp8-format e4m3 --fp8-recipe blockwise
+    patches: traced
+    extra: --torch-compile
+    micro_batch: 1
+    is_slow: 1
 traced-documents: DOCUMENTS FULL
     patches: traced
     extra: --torch-compile
@@ -254,6 +261,7 @@ PRECISIONS = {
     "fp32": SGD,
     "wire": f"{SGD} --grad-reduce-in-bf16",
     "bf16": f"{SGD} --bf16",
+    "grads": f"{SGD} --bf16 --main-grads-dtype bf16",
     # so low that nothing overflows but what is made to
     "fp16": f"{SGD} --fp16 --initial-loss-scale 1024 --loss-scale-window 3",
 }
@@ -420,6 +428,7 @@ fp16 gqa2-qknorm: tp2 sp, tp4 sp
 fp16 documents-rope: pp2 gpipe
 fp16 gpt: pp2 1f1b, pp2 interleaved v2, dp2 zero3 kept, pp2 zero-bubble dp2 zero1
 fp16 gpt: pp2 zero-bubble-v dp2 zero2
+grads gpt: dp2 zero2, pp2 zero-bubble dp2 zero3
 dropout: cp2 allgather, cp2 p2p, cp4 a2a2+p2p, cp2 dp2 zero1 allgather, cp2 dp2 zero1 p2p
 dropout: cp2 pp2 zero-bubble-v dp2 zero2 a2a, cp2 pp2 zero-bubble-v dp2 zero2 p2p
 gpt: cp4 p2p, cp2 dp2 zero2 a2a, cp2 dp2 zero2 p2p, cp4 a2a
@@ -456,9 +465,12 @@ moe-act: dp4 ep2 shard2 zero3 kept paired, pp2 zero-bubble-v dp2 ep2
 moe-sparse: dp4 ep4 paired, tp2 sp dp2 ep2 etp2 zero2
 moe-forced: dp2 ep2
 moe-odd: dp2 ep2 paired, tp2 sp etp1 ep2 dp2 paired zero3
-bf16 moe: dp4 ep2 paired zero2, tp2 sp etp1 ep2
+moe-wide: dp2 ep2
+bf16 moe-wide: tp2 sp etp1 ep2
+bf16 moe: dp4 ep2 paired zero2, tp2 sp etp1 ep2, dp4 ep2 zero3
 wire moe: dp4 ep2
-fp16 moe-bias: dp2 ep2
+grads moe: dp4 ep2
+fp16 moe-bias: dp2 ep2, pp2 zero-bubble dp2 ep2 zero3
 mla: tp2, tp2 sp, cp2, cp2 p2p, dp2 zero1, pp2 1f1b, pp2 zero-bubble, dp2 offload zero2
 mla-bias: tp4, tp4 sp, tp2 sp dp2 zero3
 mla-full: tp2 sp serial
@@ -487,6 +499,7 @@ bf16 tiled: tp2 sp
 wire tiled: dp2 zero2
 traced: tp2 sp, pp2 zero-bubble tp2 sp, pp2 1f1b dp2 zero3
 traced-documents: tp2 sp, dp2 zero3
+traced-fp8: tp2 sp
 bf16 traced: tp4 sp, tp2 sp
 compiled: pp2 zero-bubble
 bf16 compiled: tp2 sp

@@ -4,7 +4,8 @@ together, which no table of pairs shows.
     python tests/parity/random_rows.py [--cases N] [--seed S] [--out FILE.json]
 
 Most runs compute in float64. Some of them save after their second step and resume in another
-layout. Dense runs may compute in bf16, and are held against one process in bf16 and in float64.
+layout. Dense runs may compute in bf16 or fp16, and are held against one process in the same
+precision and in float64.
 Case `S` is a function of S alone. Exit code 1 when a run is off; its command line is printed.
 """
 
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
+import re
 import sys
 import tempfile
 import time
@@ -27,7 +30,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from distributed.pool import RankError, Worlds  # noqa: E402
 from megatron.tools._study.equal_work import UNIT_ROUNDOFF, narrow_bound  # noqa: E402
 from parity import compare  # noqa: E402
-from parity.layouts import KEY_BIAS, KEY_NORM_BIAS, PRECISIONS  # noqa: E402
+from parity.layouts import (  # noqa: E402
+    KEY_BIAS,
+    KEY_NORM_BIAS,
+    PRECISIONS,
+    SGD,
+    last_number,
+    wire_bound,
+)
 from parity.worker import Outcome, one_thread, run_case  # noqa: E402
 
 from megatron.config.arguments import parse_arguments  # noqa: E402
@@ -35,13 +45,17 @@ from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
 from megatron.parallel.schedule import BUILDERS  # noqa: E402
 
-NARROW = "--train-iters 8"  # the gate of bf16 holds over 7 or more steps
+NARROW = "--train-iters 10"  # the gate holds over 7 or more steps, here those after a save too
+# moments matter, and rounding is not amplified: epsilon is above most gradients
+ADAM = "--lr 1e-2 --adam-eps 0.1 --adam-beta2 0.95 --weight-decay 0 --clip-grad 0"
 VOCABULARY = 50  # the pieces of the NullTokenizer and one more
 BASE = """--hidden-size 32 --num-attention-heads 8 --seq-length 16 --train-iters 3 --mock-data
 --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --min-lr 5e-3 --lr-warmup-iters 1
 --log-interval 1 --eval-iters 1 --log-params-norm"""
 AXES = ("tp", "cp", "pp", "dp", "dp")  # dp twice: ZeRO shards over it
 SAVING = "", "--async-save", "--ckpt-parallel-write owner"  # each of a third of the runs
+FILES = tempfile.gettempdir()  # of --optimizer-nvme-offload, whose files have no names
+BALANCING = "aux_loss", "seq_aux_loss", "global_aux_loss"
 SAVED = 2  # steps before a run saves and resumes elsewhere
 SIZES = {
     "tp": "--tensor-model-parallel-size",
@@ -61,7 +75,11 @@ class Layout:
     @property
     def patches(self) -> tuple[str, ...]:
         """Those of worker.py."""
-        found = {"--cuda-graphs": "recorded", "--torch-compile": "traced"}
+        found = {
+            "--cuda-graphs": "recorded",
+            "--torch-compile": "traced",
+            "--optimizer-nvme-offload": "small_parts",
+        }
         return tuple(patch for flag, patch in found.items() if flag in self.flags)
 
 
@@ -77,19 +95,39 @@ class Case:
     @property
     def zero(self) -> tuple[str, str] | None:
         """Tensors whose exact gradient is 0, as `layouts.Feature.zero`."""
-        if {"rope", "yarn", "--attn-logit-softcapping"} & set(self.flags):
+        words = set(self.flags)
+        rotates = {"rope", "yarn"} & words and "--no-rope-freq" not in words  # in every layer
+        if rotates or "--attn-logit-softcapping" in words:
             return None
-        return KEY_NORM_BIAS if "--qk-layernorm" in self.flags else KEY_BIAS
+        return KEY_NORM_BIAS if "--qk-layernorm" in words else KEY_BIAS
 
     @property
     def exact(self) -> tuple[str, ...]:
         """The flags of the same run in float64."""
-        return tuple("--fp64" if flag == "--bf16" else flag for flag in self.flags)
+        narrow = r"--(bf16|fp16|grad-reduce-in-bf16|\S+-dtype bf16)(?= |$)"
+        kept = re.sub(narrow, "", " ".join(self.flags)).split()
+        return *kept, "--fp64", "--nan-policy", "skip"
+
+    @property
+    def precision(self) -> str:
+        """In which it computes."""
+        return next(name for name in ("bf16", "fp16", "fp64") if f"--{name}" in self.flags)
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it computes in bf16."""
-        return "--bf16" in self.flags
+        return self.precision != "fp64"
+
+    def most(self, axis: str) -> int:
+        """The largest size of an axis."""
+        return max(last_number(layout.flags, SIZES[axis]) for layout in self.layouts)
+
+    @property
+    def wire(self) -> float:
+        """What narrow reductions add to the relative error."""
+        if "--grad-reduce-in-bf16" not in self.flags:
+            return 0.0
+        batch = last_number(self.flags, "--global-batch-size")
+        return wire_bound(self.most("cp") * batch // last_number(self.flags, "--micro-batch-size"))
 
     @property
     def is_resumed(self) -> bool:
@@ -142,7 +180,7 @@ class Draw:
             pipeline = self.pipeline(sizes["pp"])
             flags = self.run(sizes, stages_of(sizes["pp"], pipeline))
             layouts = [self.layout(flags, sizes, pipeline)]
-            if self.often(0.3) and "--bf16" not in flags:
+            if self.often(0.3):
                 sizes = self.sizes()
                 layouts.append(self.layout(flags, sizes, self.pipeline(sizes["pp"])))
             try:
@@ -152,8 +190,7 @@ class Draw:
             except UserError:
                 self.refused += 1
                 continue
-            patches = ("uneven",) if self.often(0.2) else ()
-            return Case(self.seed, flags, patches, tuple(layouts))
+            return Case(self.seed, flags, self.patches(flags, layouts), tuple(layouts))
 
     def sizes(self) -> dict[str, int]:
         """Of the axes, of 2 to 8 ranks."""
@@ -161,6 +198,16 @@ class Draw:
         for _ in range(self.random.choice((1, 2, 2, 3))):
             sizes[self.random.choice(AXES)] *= 2
         return sizes
+
+    def patches(self, flags: tuple[str, ...], layouts: list[Layout]) -> tuple[str, ...]:
+        """Of the run: batches with few valid tokens; in fp16 gradients that overflow, unless a
+        layer has none or is fixed in a graph.
+        """
+        found = ["uneven"] if self.often(0.2) else []
+        fixed = "--freeze" in flags or any(layout.patches for layout in layouts)
+        if "--fp16" in flags and not fixed and self.often(0.6):
+            found.append("overflow")
+        return tuple(found)
 
     # ---- the run
 
@@ -177,12 +224,23 @@ class Draw:
         # experts have no biases
         has_biases = not has_experts and self.often(0.5)
         flags += [] if has_biases else ["--disable-bias-linear"]
-        flags += self.latent() if is_latent else self.attention(has_biases)
+        flags += self.latent() if is_latent else self.attention(has_biases, is_narrow)
         flags += self.experts() if has_experts else []
         flags += self.schedule(batch, micro * sizes["dp"])
         if is_narrow:
-            return *flags, *PRECISIONS["bf16"].split(), *NARROW.split()
+            return *flags, *self.narrow(), *NARROW.split()
         return *flags, *self.optimizer(), "--fp64"
+
+    def narrow(self) -> list[str]:
+        """A narrow precision, and an optimizer that does not amplify rounding."""
+        found = self.drawn("?0.2 --grad-reduce-in-bf16")
+        if self.often(0.35):
+            return [*found, *PRECISIONS["fp16"].split()]
+        found += self.drawn("--bf16", "?0.35 --main-grads-dtype bf16")
+        if self.often(0.6):
+            return [*found, *SGD.split()]
+        moments = self.drawn("?0.7 --exp-avg-dtype bf16", "?0.7 --exp-avg-sq-dtype bf16")
+        return [*found, *ADAM.split(), *moments]
 
     def model(self, is_latent: bool) -> list[str]:
         """Positions, norms, activations, ends and losses."""
@@ -218,11 +276,13 @@ class Draw:
         llama = self.drawn(f"?0.2 --use-rope-scaling {scaled}")
         return found + (llama or self.drawn("?0.2 --rotary-seq-len-interpolation-factor 2"))
 
-    def attention(self, has_biases: bool) -> list[str]:
-        """Heads, their norms and their scores."""
+    def attention(self, has_biases: bool, is_narrow: bool) -> list[str]:
+        """Heads, their norms and their scores. The norm of two channels is a sign: rounding decides
+        its gradient.
+        """
         return self.drawn(
             "?0.25 --qk-layernorm",
-            "--kv-channels 2|6 *0.2",
+            f"--kv-channels {'6' if is_narrow else '2|6'} *0.2",
             "" if has_biases else "?0.3 --add-qkv-bias",
             "?0.15 --attn-logit-softcapping 3",
             "?0.4 --group-query-attention --num-query-groups 1|2|4",
@@ -246,10 +306,10 @@ class Draw:
         bias = "--moe-router-enable-expert-bias --moe-router-bias-update-rate 2e-2"
         is_softmax = found[-1] == "softmax"
         found += self.drawn("?0.5 --moe-router-pre-softmax" if is_softmax else f"?0.5 {bias}")
-        kinds = "none|aux_loss|seq_aux_loss|global_aux_loss"
-        found += self.drawn(f"--moe-router-load-balancing-type {kinds}")
-        if found[-1] != "none":
-            found += ["--moe-aux-loss-coeff", "3e-2"]
+        kinds = self.random.sample(BALANCING, self.random.choice((0, 1, 1, 2, 3)))
+        found += ["--moe-router-load-balancing-type", *(kinds or ["none"])]
+        if kinds:
+            found += ["--moe-aux-loss-coeff", *("3e-2", "1e-2", "2e-2")[: len(kinds)]]
         return found + self.drawn(
             "?0.3 --moe-z-loss-coeff 1e-2",
             "--moe-router-topk 1|3 *0.4",
@@ -320,7 +380,9 @@ class Draw:
             found += self.drawn("?0.3 --zero3-keep-gathered")
         if sharers > 1:
             found += self.drawn("?0.15 --no-overlap-grad-reduce")
-        away = self.drawn("?0.15 --optimizer-cpu-offload ?0.4 --optimizer-offload-fraction 0.5")
+        away = self.drawn("?0.2 --optimizer-cpu-offload ?0.4 --optimizer-offload-fraction 0.5")
+        if away:
+            away += self.drawn(f"?0.4 --optimizer-nvme-offload {FILES}")
         if away and stage == 3:
             away += self.drawn("?0.5 --param-cpu-offload")
         return found + away
@@ -388,11 +450,15 @@ def faults(case: Case, worlds: Worlds) -> list[str]:
             ranks = run_in(case, worlds, folder)
     except RankError as error:
         return [str(error)]
+    before = SAVED if case.is_resumed else 0
     if case.is_narrow:
         layers = int(case.flags[case.flags.index("--num-layers") + 1])
-        bound, floor = narrow_bound("bf16", layers), 0.1 * UNIT_ROUNDOFF["bf16"]
-        return compare.narrow(exact, one, ranks, floor=floor, bound=bound)
-    return compare.fp64(one, ranks, zero=case.zero, before=SAVED if case.is_resumed else 0)
+        bound, floor = narrow_bound(case.precision, layers), 0.1 * UNIT_ROUNDOFF[case.precision]
+        # tensor-parallel ranks add up outputs that each has rounded
+        factor = compare.ROUNDED_FACTOR * math.sqrt(case.most("tp"))
+        gate = {"floor": floor, "bound": bound, "wire": case.wire, "factor": factor}
+        return compare.narrow(exact, one, ranks, before=before, **gate)
+    return compare.fp64(one, ranks, zero=case.zero, before=before)
 
 
 def run_in(case: Case, worlds: Worlds, folder: str) -> list[Outcome]:
@@ -431,13 +497,14 @@ def which_cases(description: str | None) -> argparse.Namespace:
 def main() -> int:
     arguments = which_cases(__doc__)
     worlds, begun, off = Worlds(), time.monotonic(), {}
-    refused = resumed = narrow = 0
+    refused = resumed = 0
+    precisions = dict.fromkeys(("bf16", "fp16", "fp64"), 0)
     for number in range(arguments.cases):
         draw = Draw(arguments.seed + number)
         case = draw.case()
         refused += draw.refused
         resumed += case.is_resumed
-        narrow += case.is_narrow
+        precisions[case.precision] += 1
         found = faults(case, worlds)
         if found:
             off[case.seed] = {"case": case.line, "faults": found}
@@ -451,7 +518,7 @@ def main() -> int:
             "seed": arguments.seed,
             "cases": arguments.cases,
             "resumed in another layout": resumed,
-            "in bf16": narrow,
+            **{f"in {precision}": count for precision, count in precisions.items()},
             "refused draws": refused,
             "minutes": minutes,
             "off": off,

@@ -67,6 +67,14 @@ def test_one_step_off(precision, step, relative, begin, field):
     assert len(faults) == 1 and faults[0].startswith(begin.format(field))
 
 
+@pytest.mark.parametrize("precision, relative", [*zip(PRECISIONS, (2e-10, 1e-5, 0.1, 0.01))])
+def test_one_evaluation_off(precision, relative):
+    row, one = healthy(precision)
+    validation, test = one.evaluations
+    faults = faults_of(row, [replace(one, evaluations=[validation, test * (1 + relative)])])
+    assert len(faults) == 1 and "evaluation" in faults[0]
+
+
 def test_another_pattern_of_skipped_steps():
     row, one = healthy("fp16")
     assert sum(step.skipped for step in one.steps) == 4

@@ -30,6 +30,7 @@ from megatron.model.linear import WeightGrad, add_weight_grads
 from megatron.model.mlp import MLP
 from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
+from megatron.optimizer import nvme
 from megatron.parallel.blocks import Block
 from megatron.parallel.graphs import GraphedRunner
 from megatron.training import banner, loop, pretrain, step
@@ -293,6 +294,11 @@ def unwritten() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
+def small_parts() -> contextlib.AbstractContextManager:
+    """Files of optimizer state of many parts, which begin and end within tensors."""
+    return mock.patch.object(nvme, "PART", 1024)
+
+
 def traced() -> contextlib.AbstractContextManager:
     """torch.compile traces, differentiates and divides graphs, and leaves out the generation of
     code, which takes most of its time.
@@ -307,7 +313,8 @@ def recorded() -> contextlib.AbstractContextManager:
 
 
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    patch.__name__: patch for patch in (uneven, overflow, few_tokens, unwritten, traced, recorded)
+    patch.__name__: patch
+    for patch in (uneven, overflow, few_tokens, unwritten, small_parts, traced, recorded)
 }
 
 
