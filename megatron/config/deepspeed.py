@@ -78,6 +78,8 @@ class DeepSpeedFile:
             return "its section is not enabled"
         if value is None:
             return "not set"
+        if key == "zero_optimization" and value is True:
+            raise UserError('write {"stage": 1}')
         _check_refused(key, value)
         if note := self._compare(key, value):
             return note
@@ -213,10 +215,7 @@ def compare_with_deepspeed(path: str, reading: Reading) -> None:
     keys: dict[str, Any] = {}
     with collected(faults, "cannot be read"):
         keys = dict(_keys(read_json(path, dict, SETTINGS_LIMIT), faults))
-    if "scheduler.type" in keys:  # DeepSpeed's defaults
-        keys.setdefault("scheduler.params.warmup_num_steps", 1000)
-        if keys["scheduler.type"] in ("WarmupLR", "WarmupDecayLR"):
-            keys.setdefault("scheduler.params.warmup_max_lr", 0.001)
+    keys = answers("schedule_defaults").get(str(keys.get("scheduler.type")), {}) | keys
     chosen = {*keys, *reading.set_by, *filter(None, map(field_of, keys))}
     for key, (section, note) in answers("missing").items():
         if section in {"", *keys} and not {key, field_of(key)} & chosen:

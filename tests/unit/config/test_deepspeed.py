@@ -162,6 +162,13 @@ scheduler={"type":"WarmupCosineLR","params":{"cos_min_ratio":0.125,"warmup_type"
     min_lr = 0.0625
 scheduler={"type":"WarmupCosineLR","params":{"cos_min_ratio":0.125}} | --train-iters 100
     note cos_min_ratio = 0.125: a share of --lr, which is not given
+scheduler={"type":"WarmupLR","params":{"warmup_max_lr":1e-4}} | --train-iters 9 \
+--lr-warmup-init 1e-6
+    fault warmup_min_lr = 0: contradicts --lr-warmup-init 1e-06; give --lr-warmup-init 0
+scheduler={"type":"WarmupDecayLR","params":{"warmup_max_lr":1e-4}} | --train-iters 9 --min-lr 1e-5
+    fault warmup_min_lr = 0: contradicts --min-lr 1e-05; give --min-lr 0
+scheduler={"type":"WarmupCosineLR","params":{}} | --train-iters 9 --lr 1e-4 --min-lr 1e-5
+    fault cos_min_ratio = 0.0001: contradicts --min-lr 1e-05; give --min-lr 1e-08
 scheduler={"type":"WarmupLR","params":{"warmup_num_steps":"x"}}
     fault warmup_num_steps = "x": expected a number
 scheduler={"type":"WarmupLR","params":{"warmup_type":"log"}} | --train-iters 9
@@ -176,6 +183,10 @@ scheduler.type="WarmupLR" | --train-iters 9 --lr 1e-4
     fault warmup_max_lr = 0.001: contradicts --lr 0.0001; give --lr 0.001 or change the file
 scheduler.type="WarmupCosineLR" | --train-iters 9 --lr 1e-4
     lr = 0.0001
+
+# an old form of a section
+zero_optimization=true
+    fault zero_optimization = true: write {"stage": 1}
 
 # what depends on other flags
 fp16={"enabled":true,"loss_scale":0,"initial_scale_power":11} | --fp16 --initial-loss-scale 2048
