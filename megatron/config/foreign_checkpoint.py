@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
@@ -27,7 +28,7 @@ def foreign_checkpoint(folder: str) -> str:
     except OSError:
         return ""
     for place in [name for name in names if re.fullmatch(r"iter_\d+|release", name)]:
-        if os.path.isdir(os.path.join(folder, place)):
+        with contextlib.suppress(OSError):  # a file, not readable, or deleted since
             names |= {f"{place}/{name}" for name in os.listdir(os.path.join(folder, place))}
     if any(re.fullmatch(r"iter_.*/MANIFEST\.json", name) for name in names):
         return ""

@@ -197,6 +197,8 @@ def _read_flat(reading: Reading, content: dict[str, Any]) -> None:
 
 def _words(option: Option | None, value: Any) -> list[str]:
     """The words that a command line would have: a text is several, unless the flag takes one."""
+    if isinstance(value, str) and option is not None and option.many:
+        value = re.sub(r"^\[(.*)\]$", r"\1", value.strip())  # as Megatron-LM's functional tests
     is_text = isinstance(value, str) or (option is not None and option.kind is str)
     if option is not None and not option.many and is_text:
         return [as_word(value)]

@@ -440,11 +440,12 @@ def _lengths(run: RunView) -> Faults:
             if getattr(run, other):
                 yield f"@{other}: the run is measured in --train-{unit}; use {flag_name(name)}"
     lengths = [getattr(run, name) or 0 for name in (warmup, decay, final)]
+    share = (run.lr_warmup_fraction or 0) * lengths[1]
     if is_read and lengths[0] >= lengths[1] > 0:
         yield f"@{warmup}: must be smaller than @{decay}"
     if run.holds(FINAL_DECAY) and not lengths[2]:
         yield f"@lr_decay_style: give {flag_name(final)}, the length of its final decay"
-    elif run.holds(FINAL_DECAY) and lengths[0] + lengths[2] > lengths[1] > 0:
+    elif run.holds(FINAL_DECAY) and lengths[0] + share + lengths[2] > lengths[1] > 0:
         yield f"@{final}: does not fit into @{decay} after the warm-up"
 
 
@@ -476,6 +477,7 @@ def _load(run: RunView) -> Faults:
     is_own = run.save is not None and os.path.realpath(run.load) == os.path.realpath(run.save)
     if not os.path.isdir(run.load) and (not is_own or run.exit_on_missing_checkpoint):
         text = "for a first start give the same folder as --save, or drop --load"
+        text = "for a first start drop --exit-on-missing-checkpoint" if is_own else text
         yield f"@load: no such folder; {text}"
 
 

@@ -60,16 +60,14 @@ def locate_checkpoint(
     with raise_on_all_ranks(ranks.world, ranks.device):
         # A job that is requeued has the same command line each time: nothing to load is an error
         # only if it cannot be the first start.
-        first_start = (
-            is_same(options.load, options.save)
-            and options.ckpt_step is None
-            and not options.exit_on_missing_checkpoint
-        )
+        is_own = is_same(options.load, options.save)
+        must_exist = options.exit_on_missing_checkpoint
+        first_start = is_own and options.ckpt_step is None and not must_exist
         if checkpoint is None and (not first_start or config.evaluation.skip_train):
-            raise CheckpointError(
-                f"--load {options.load}: no checkpoint there; give the folder that --save "
-                "wrote to, or drop --load to start a new run"
-            )
+            fix = "give the folder that --save wrote to, or drop --load to start a new run"
+            if is_own and must_exist:
+                fix = "drop --exit-on-missing-checkpoint to start a new run"
+            raise CheckpointError(f"--load {options.load}: no checkpoint there; {fix}")
     return checkpoint
 
 

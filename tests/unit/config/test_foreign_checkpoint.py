@@ -4,6 +4,9 @@ cause.
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 from config_lines import faults
 
@@ -46,6 +49,20 @@ def test_what_is_ours_or_nothing_is_not(folder, files):
     (folder / "run").mkdir()
     make(folder / "run", files)
     assert foreign_checkpoint("run") == "" and foreign_checkpoint("absent") == ""
+
+
+def test_a_folder_that_disappears_is_passed_over(folder, monkeypatch):
+    """As a running job deletes its old checkpoints."""
+    make(folder / "run", "iter_0000010/common.pt")
+    read = os.listdir
+
+    def listdir(path):
+        if path != "run":
+            shutil.rmtree(path)
+        return read(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert foreign_checkpoint("run") == ""
 
 
 def test_a_dangling_link_is_named(folder):

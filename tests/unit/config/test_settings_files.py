@@ -53,6 +53,10 @@ moe_layer_freq: "[0] * 3 + [1] * 58"
     moe_layer_freq = [0] * 3 + [1] * 58
 num_experts: [8, 8]
     num_experts = 8
+recompute_modules: "[layernorm mlp moe_act]"
+    recompute_modules = ('layernorm', 'mlp', 'moe_act')
+hierarchical_context_parallel_sizes: "[2 2]"
+    hierarchical_context_parallel_sizes = (2, 2)
 window_size: "127, 0"
     window_size = 128
 bias_swiglu_fusion: true

@@ -105,6 +105,8 @@ RULES = """
     --lr-decay-style WSD: give --lr-wsd-decay-iters
 --lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2
     --lr-wsd-decay-iters 9: does not fit
+--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-fraction 0.2
+    --lr-wsd-decay-iters 9: does not fit
 --min-lr 1
     --lr 0.001: must be at least --min-lr 1
 --min-lr 1e-4 --decoupled-lr 1e-5

@@ -346,7 +346,9 @@ def test_missing_checkpoint_is_refused(tmp_path, capsys):
         assert start(f"--load {folder}") == 2
         message = capsys.readouterr().err
         assert f"--load {folder}" in message and words in message
-    assert start(f"--load {tmp_path} --save {tmp_path} --exit-on-missing-checkpoint") == 2
+    for folder in missing:
+        assert start(f"--load {folder} --save {folder} --exit-on-missing-checkpoint") == 2
+        assert "drop --exit-on-missing-checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("load", ["run/", "link/run"])
