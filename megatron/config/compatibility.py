@@ -172,7 +172,7 @@ def translate_value(flag: str, words: Words) -> tuple[Words, str]:
         # Megatron-LM's pair: keys before the query, keys after it
         left, right = (part.strip() for part in words[0].strip("()").split(",", 1))
         if not left.isdigit() or right != "0":
-            raise UserError("Megatron's pair must be W-1,0 here: W latest tokens, itself included")
+            raise UserError("Megatron's pair must be W-1,0: W latest tokens; for -1 drop the flag")
         size = str(int(left) + 1)
         return [size], f"{flag} {words[0]} is a window of {size} tokens, itself included"
     for word in words:

@@ -181,6 +181,9 @@ REMARKS = """
 activation=gelu:
     --activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses with the
     bias, is the tanh form: --activation gelu-tanh
+tokenizer_type=NullTokenizer mock_data=False vocab_size:
+    @vocab_size: the end of document is one more id; Megatron-LM's --vocab-size N, which counts it,
+    is --vocab-size N-1 here
 save=None skip_train=False: --save is not set: no checkpoints or metrics will be written
 """
 
@@ -207,7 +210,8 @@ moe_ffn_hidden_size multiple expert_tensor_parallel_size
 moe_shared_expert_intermediate_size multiple tensor_model_parallel_size if tp_fits=True
 save_retain_interval multiple save_interval if save
 hidden_size multiple num_attention_heads if kv_channels=None: or give --kv-channels
-padded_vocab_size >= vocabulary
+padded_vocab_size >= vocabulary if tokenizer_type!=NullTokenizer
+padded_vocab_size >= vocabulary if tokenizer_type=NullTokenizer: or give --vocab-size one smaller
 global_batch_size multiple batch_unit if micro_batches!=None
 # without files --vocab-size is that of the tokenizer
 vocab_size >= vocabulary if tokenizer_type!=None,NullTokenizer

@@ -254,6 +254,7 @@ def test_rules_say_nothing_about_a_flag_whose_value_is_unknown():
         (["--swiglu", "x"], "--swiglu x: it takes no value"),
         (["--swiglu", "--squared-relu"], "--squared-relu: contradicts --swiglu; drop one of them"),
         (["--window-size", "511,1"], "--window-size 511,1: Megatron's pair must be W-1,0"),
+        (["--window-size", "-1,0"], "for -1 drop the flag"),
         (["--help", "optimiser"], "did you mean optimizer?"),
         (["--help-search", "zzz"], "give another word"),
         (["--completion", "fish"], "give --completion bash"),

@@ -158,6 +158,9 @@ ANSWERS = """
     note
     local_checkpoint_dir = d
     local_save_interval = 9
+--non-persistent-local-ckpt-dir d --replication --replication-jump 8
+    local_redundancy = partner
+    note --replication-jump: --local-redundancy chooses
 --non-persistent-ckpt-type global
     fault --non-persistent-ckpt-type global: frequent checkpoints are kept on each node
 --moe-token-dispatcher-type alltoall_seq
@@ -165,6 +168,11 @@ ANSWERS = """
     moe_token_dispatcher_type = alltoall
 
 # what changes the result or its safety
+--no-load-lr-state
+    fault --no-load-lr-state: use --override-opt-param-scheduler
+--use-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
+    use_checkpoint_args = True
+    note --no-use-tokenizer-model-from-checkpoint-args: a --tokenizer-model that is given
 --inprocess-restart
     fault --inprocess-restart: a job that fails is started again by its launcher
 """

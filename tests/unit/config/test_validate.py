@@ -107,6 +107,8 @@ RULES = """
     --lr-wsd-decay-iters 9: does not fit
 --lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-fraction 0.2
     --lr-wsd-decay-iters 9: does not fit
+--padded-vocab-size 100
+    tokenizer, or give --vocab-size one smaller
 --min-lr 1
     --lr 0.001: must be at least --min-lr 1
 --min-lr 1e-4 --decoupled-lr 1e-5
@@ -420,6 +422,8 @@ NOTES = """
     --mscale 2: has no effect without --position-embedding-type yarn and --multi-latent-attention
     --save is not set: no checkpoints or metrics will be written
     --activation gelu is the exact (erf) form
+!--mock-data --tokenizer-type NullTokenizer --data-path a
+    --vocab-size 100: the end of document is one more id
 8 @pp 4 --num-layers 8 --global-batch-size 12
     --global-batch-size 12: 3 micro-batch(es) for 4 pipeline ranks leave (P-1)/(m+P-1) = 50% of a
 """
