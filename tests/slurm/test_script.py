@@ -217,6 +217,10 @@ def test_data_behind_the_script_replace_computed_tokens(start, flag):
     given = start(flag, "mine").training
     assert "--mock-data" not in given and "--vocab-size" not in given
     assert "--mock-data" in start("--data-cache-path", "mine").training
+    settings = {"PRESET": "gpt3-125m", "MAX_ATTEMPTS": "9"}
+    assert "--mock-data" in start("--config-logger-dir", "mine", **settings).training
+    of_file = start("--config", "mine.yaml", **settings)  # which may name data
+    assert of_file.training and "--mock-data" not in of_file.training
 
 
 @pytest.mark.parametrize("flags", [("--config", "7b.yaml"), ("--yaml_cfg=7b.yaml",)])
@@ -226,6 +230,20 @@ def test_the_default_preset_does_not_override_a_file(start, flags):
     assert not refused.training
     assert start(*flags, PRESET="gpt3-125m").code == 0
     assert start(*flags, PRESET="", TOKENS="").training[-len(flags) :] == list(flags)
+
+
+def test_the_folder_of_a_file_is_asked_for(start, tmp_path):
+    """A file's `save` is not read: attempts would be counted where nothing is ever saved."""
+    settings = {"PRESET": "", "TOKENS": "", "SAVE": "-", "SLURM_JOB_NAME": str(tmp_path / "job")}
+    refused = start("--config", "7b.yaml", **settings)
+    assert refused.code == 2 and "--config 7b.yaml: set SAVE to the folder" in refused.log
+    assert start("--config", "7b.yaml", "--save", str(tmp_path), **settings).code == 0
+
+
+def test_a_preset_that_is_edited_away_is_not_in_the_way_of_a_file(start, tmp_path):
+    edited = tmp_path / "train.sbatch"
+    edited.write_text((ROOT / SCRIPT).read_text().replace("${PRESET-gpt3-125m}", "${PRESET-}"))
+    assert start("--config", "7b.yaml", script=str(edited), TOKENS="").training
 
 
 def test_a_length_in_sequences_without_their_flag_is_refused(start):
@@ -262,14 +280,15 @@ def test_a_python_that_had_torch_before_the_requeue_is_a_fault_of_the_machine(st
     assert started.code == 2 and started.requeued
 
 
+@pytest.mark.parametrize("name", ["SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"])
 @pytest.mark.parametrize(("gpus", "sees", "trains"), [("a100:8", 0, 0), ("8", 1, 1), ("0", 0, 1)])
 def test_a_job_with_gpus_that_torch_does_not_see_is_no_run_on_cpus(
-    start, tmp_path, gpus, sees, trains
+    start, tmp_path, gpus, sees, trains, name
 ):
     (tmp_path / "torch.py").write_text(
         f"__version__ = '2.13.0+cpu'\nclass cuda:\n    is_available = lambda: {bool(sees)}\n"
     )
-    started = start(SLURM_GPUS_PER_NODE=gpus)
+    started = start(**{name: gpus})
     assert bool(started.training) == bool(trains), started.log
     if not trains:
         assert started.code == 2 and not started.requeued
@@ -284,7 +303,7 @@ def test_the_environment_of_the_checkout_is_the_default(start, tmp_path):
     shutil.copy(tmp_path / "python", python)
     started = start(cwd=checkout, PYTHON="-")
     assert started.code == 0 and f"Python {python}" in started.log, started.log
-    started = start(cwd=checkout, PYTHON="-", SRUN_FLAGS="--container-image=x.sqsh")
+    started = start(cwd=checkout, PYTHON="-", SRUN_FLAGS="--container=/bundle")
     assert "PYTHON=python " in started.log, started.log
     shutil.rmtree(checkout / ".venv")
     started = start(cwd=checkout, PYTHON="-")  # the one of the PATH, if any
