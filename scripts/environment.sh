@@ -80,7 +80,12 @@ install_pins() {
     ! grep -q sha256 "$hashed" || run_pip "$1" --require-hashes -r "$hashed" || pip_failed
     if [ -z "${2:-}" ]; then
         grep -o '^[^ #]*==[^ ]*' "$pins" >"$versions"
-        run_pip "$1" -r "$versions" || run_pip "$1" --extra-index-url https://download.pytorch.org/whl/cpu -r "$versions" || pip_failed
+        run_pip "$1" -r "$versions" || {
+            cp "$venv/pip.log" "$venv/pip-first.log"
+            echo "  pip found no torch for the pinned Triton (log: $venv/pip-first.log): trying PyTorch's CPU build, which sees no GPU." \
+                "For GPUs install torch for the python3 on PATH, delete $(basename "$venv") and run this again."
+            run_pip "$1" --extra-index-url https://download.pytorch.org/whl/cpu -r "$versions" || pip_failed
+        }
     fi
 }
 

@@ -58,6 +58,7 @@ case "$*" in *--require-hashes*|*--extra-index-url*) ;; *) exit {int(conflicts)}
     pip.chmod(0o755)
     done = source_environment(f"venv={tmp_path}; install_pins {pip}")
     assert done.returncode == 0, done.stderr
+    assert ("CPU build, which sees no GPU" in done.stdout) == conflicts
     hashed, *others = (tmp_path / "calls").read_text().splitlines()
     assert "--require-hashes" in hashed and len(others) == 1 + conflicts
     index = "--extra-index-url https://download.pytorch.org/whl/cpu"
