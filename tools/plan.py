@@ -235,8 +235,8 @@ def time_lines(what: str, own: Own) -> list[str]:
     if what == "search":
         config, replaced = without_chosen(config)
         found = Search(config, vocab_size, world_size, hardware).run()
-        note = [f"in the place of {', '.join(replaced)}"] if replaced else []
-        return [*search_report(found, hardware, price), *note]
+        note = [f"chosen by the search, not as given: {', '.join(replaced)}"] if replaced else []
+        return [*note, *search_report(found, hardware, price)]
     resolved = resolve(config, world_size, vocab_size).config
     resolved, reasons = choose_layers(resolved, vocab_size, world_size, hardware.device)
     memory = MemoryPlan(resolved, vocab_size, world_size, hardware.device)

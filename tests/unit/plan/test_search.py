@@ -84,8 +84,9 @@ def test_a_search_chooses_whatever_the_flags_have_chosen(flags):
 def test_a_search_prints_what_its_layouts_replace_and_what_the_first_costs():
     flags = f"{DENSE} --num-layers 4 --world-size 4 --gpu-hour-price 2 --recompute-layers full*4"
     lines = run("search", flags.split())
-    assert lines[1].startswith("1. ") and lines[-1] == "in the place of --recompute-layers"
-    assert lines[-2].startswith("the first: 10 iterations, ") and "dollars at 2 each" in lines[-2]
+    assert lines[0] == "chosen by the search, not as given: --recompute-layers"
+    assert lines[2].startswith("1. ")
+    assert lines[-1].startswith("the first: 10 iterations, ") and "dollars at 2 each" in lines[-1]
 
 
 def test_a_search_for_a_cpu_has_the_kernels_of_a_cpu():
