@@ -181,6 +181,8 @@ def write_text(flags: argparse.Namespace) -> int:
     given = {name: value for name in names if (value := getattr(flags, name)) is not None}
     data = config_of(checkpoint.state).data
     if data.tokenizer_type is None:  # imported without one
+        if flags.tokenizer_type is None and not flags.vocab_file:
+            raise UserError(f"--tokenizer-type is missing: {checkpoint.path} names no tokenizer")
         # of the NullTokenizer without the end-of-document id
         is_null = flags.tokenizer_type == "NullTokenizer"
         given["vocab_size"] = checkpoint.state["vocab_size"] - is_null
