@@ -19,7 +19,6 @@ from megatron.data.loader import PythonReader, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.distributed.groups import Axis
 from megatron.distributed.rank_errors import raise_on_all_ranks
-from megatron.distributed.setup import read_launch
 from megatron.kernels.dispatch import FAULTY
 from megatron.kernels.self_check import Variant, faults
 from megatron.model.arithmetic import padded_vocab_size
@@ -149,7 +148,9 @@ def _accepted(prepared: Prepared, checkpoint: Checkpoint, changes: list[Change])
     )
 
 
-def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> None:
+def check_kernels(
+    prepared: Prepared, device: torch.device, ranks: Ranks, *, first_of_node: bool
+) -> None:
     """Compare the kernels of this run on a GPU with their definitions, on the first rank of each
     node. No rank uses a kernel that fails on one: `auto` falls back to torch with a warning, and
     `choose_kernels` refuses a flag.
@@ -160,7 +161,7 @@ def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> Non
 
     def check() -> dict[str, str]:
         # One rank of a node is enough: the others have the same GPU and versions.
-        if read_launch().local_rank != 0:
+        if not first_of_node:
             return {}
         return faults(variants_of_run(prepared, device), device)
 

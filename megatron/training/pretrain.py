@@ -121,7 +121,7 @@ def start(
             not_done=not_done,
             reader=reader,
         )
-        run = build(prepared, groups, ranks, local_checkpoints, stack)
+        run = build(prepared, groups, ranks, launch, local_checkpoints, stack)
         # one callback each: a failure of one does not skip the others
         for part in (run.exits, run.checkpoints, run.tracker):
             if part is not None:
@@ -181,7 +181,7 @@ def _local_checkpoints(config: Config, ranks: Ranks) -> LocalCheckpoints | None:
 
 
 def _forecast_on_rank_0(
-    prepared: Prepared, groups: Groups, device: torch.device
+    prepared: Prepared, groups: Groups, device: torch.device, node_ranks: int
 ) -> Forecast | None:
     """The forecast with the banner's sections, on rank 0; its UserError is raised on all ranks."""
     # The plan takes seconds for thousands of ranks: rank 0 makes it, the others wait for its
@@ -190,7 +190,7 @@ def _forecast_on_rank_0(
         if groups.rank != 0:
             return None
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        node = pages / 2**30, read_launch().local_size
+        node = pages / 2**30, node_ranks
         return describe(prepared, groups.world.size, device, node=node)
 
 
@@ -227,6 +227,7 @@ def build(
     prepared: Prepared,
     groups: Groups,
     ranks: Ranks,
+    launch: Launch,
     local_checkpoints: LocalCheckpoints | None,
     closing: contextlib.ExitStack,
 ) -> Run:
@@ -238,8 +239,8 @@ def build(
     config, device = prepared.config, ranks.device
 
     # 1. Kernels, the plan and --save are checked before memory is taken.
-    check_kernels(prepared, device, ranks)
-    forecast = _forecast_on_rank_0(prepared, groups, device)
+    check_kernels(prepared, device, ranks, first_of_node=launch.local_rank == 0)
+    forecast = _forecast_on_rank_0(prepared, groups, device, launch.local_size)
     lease = claim_save_folder(
         config, ranks, local_checkpoints, closing, resumed=prepared.checkpoint is not None
     )

@@ -19,8 +19,10 @@ from megatron.kernels.self_check import Variant
 from megatron.kernels.tools.shipped import compiled_from
 
 from megatron.checkpoint.ranks import Ranks
+from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.distributed.groups import Axis
+from megatron.distributed.launchers import Launch
 from megatron.training import prepare, pretrain
 from megatron.training.kernel_variants import alike
 from pretrain_gpt import main
@@ -190,7 +192,7 @@ def test_the_variants_are_those_that_a_run_launches(name, monkeypatch, tmp_path,
         return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", record)
-    monkeypatch.setattr(pretrain, "check_kernels", lambda first, *_: prepared.append(first))
+    monkeypatch.setattr(pretrain, "check_kernels", lambda first, *_, **__: prepared.append(first))
     words = f"{MODEL} {RUNS[name]}".split()
     if name.startswith("fp32"):
         words.remove("--bf16")
@@ -225,7 +227,7 @@ def found_by(monkeypatch, faults: dict[str, str]) -> SimpleNamespace:
 def test_what_fails_is_left_out_with_a_warning(monkeypatch, caplog):
     prepared = found_by(monkeypatch, {"norm": "norm forward: off by 1"})
     with caplog.at_level(logging.WARNING):
-        prepare.check_kernels(prepared, GPU, Ranks())
+        prepare.check_kernels(prepared, GPU, Ranks(), first_of_node=True)
     assert dispatch.FAULTY == {
         "norm": "the check at start failed on rank 0: norm forward: off by 1"
     }
@@ -237,13 +239,13 @@ def test_what_fails_is_left_out_with_a_warning(monkeypatch, caplog):
     assert choice.implementation == "torch" and "failed on rank 0" in choice.because
     with pytest.raises(UserError, match="--norm-backend triton: the check at start failed"):
         dispatch.choose("norm", "triton", GPU, torch.bfloat16)
-    prepare.check_kernels(prepared, CPU, Ranks())
+    prepare.check_kernels(prepared, CPU, Ranks(), first_of_node=True)
     assert dispatch.FAULTY == {}
 
 
 def test_nothing_is_started_on_a_cpu(monkeypatch):
     monkeypatch.setattr(prepare, "variants_of_run", lambda *_: pytest.fail("it was asked for"))
-    prepare.check_kernels(SimpleNamespace(), CPU, Ranks())
+    prepare.check_kernels(SimpleNamespace(), CPU, Ranks(), first_of_node=True)
 
 
 def checked_where_one_rank_is_faulty() -> dict[str, str]:
@@ -252,9 +254,8 @@ def checked_where_one_rank_is_faulty() -> dict[str, str]:
     world = Axis("world", rank, tuple(range(dist.get_world_size())), dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
         found_by(patch, {"norm": "off"} if rank == 1 else {})
-        patch.setattr(prepare, "read_launch", lambda: SimpleNamespace(local_rank=0))
         try:
-            prepare.check_kernels(SimpleNamespace(), GPU, Ranks(world))
+            prepare.check_kernels(SimpleNamespace(), GPU, Ranks(world), first_of_node=True)
             return dict(dispatch.FAULTY)
         finally:
             dispatch.FAULTY.clear()
@@ -267,6 +268,33 @@ def test_one_ranks_fault_is_every_ranks(gloo_world):
 
 def test_one_rank_of_a_node_checks(monkeypatch):
     prepared = found_by(monkeypatch, {"norm": "off"})
-    monkeypatch.setattr(prepare, "read_launch", lambda: SimpleNamespace(local_rank=1))
-    prepare.check_kernels(prepared, GPU, Ranks())
+    prepare.check_kernels(prepared, GPU, Ranks(), first_of_node=False)
     assert dispatch.FAULTY == {}
+
+
+def started_on_nodes_of_one_rank() -> tuple[bool, list[int]]:
+    """Whether this rank checks the kernels, and the ranks of its node where host memory is checked
+    (on rank 0).
+    """
+    launch = Launch(dist.get_rank(), 2, 0, 1, "torchrun")
+    checked, node_ranks, describe = [], [], pretrain.describe
+
+    def described(*args, node):
+        node_ranks.append(node[1])
+        return describe(*args, node=node)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "read_launch", [launch].pop)  # once: then torch knows no nodes
+        patch.setattr(
+            pretrain, "check_kernels", lambda *_, first_of_node: checked.append(first_of_node)
+        )
+        patch.setattr(pretrain, "describe", described)
+        patch.setattr(pretrain, "disconnect", lambda: None)
+        parsed = parse_arguments(f"{MODEL} --global-batch-size 2".split())
+        assert pretrain.pretrain(parsed.config, parsed.notes) == 0
+    return checked[0], node_ranks
+
+
+def test_nodes_are_those_of_the_launcher_after_the_ranks_have_met(gloo_world):
+    found = gloo_world(2).run(started_on_nodes_of_one_rank)
+    assert found == [(True, [1]), (True, [])]
