@@ -190,7 +190,7 @@ class EventLog:
         }
         self.write("steps", iteration, **fields)
         self.first_step_is_over = True
-        self.iteration, self.skipped = iteration, 0
+        self.iteration, self.skipped = iteration, self.skipped - step.skipped
         self._mark()
 
     def goodput(self, iteration: int) -> Metrics:
@@ -227,7 +227,8 @@ class EventLog:
             seconds,
             data,
             checkpoint,
-            skipped=self.skipped,
+            # on a GPU the last step may be skipped and not yet counted: it is in the next event
+            skipped=min(self.skipped, iteration - self.iteration),
             first=not self.first_step_is_over,
         )
 

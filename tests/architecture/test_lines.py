@@ -14,7 +14,7 @@ LINES = {
     "megatron/data": 1452,
     "megatron/distributed": 2314,
     "megatron/model": 6126,
-    "megatron/observe": 1162,
+    "megatron/observe": 1163,
     "megatron/optimizer": 1493,
     "megatron/parallel": 3127,
     "megatron/training": 3620,

@@ -12,6 +12,7 @@ from megatron.tools._report.goodput_account import goodput, read_events
 from megatron.tools._report.runs import load_runs
 from unit.observe.wandb_files import records, values
 
+from megatron.observe.events import EventLog, Timers
 from pretrain_gpt import main
 
 RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
@@ -46,6 +47,19 @@ def test_every_save_is_one_event(tmp_path: Path, mode: tuple[str, ...]):
     )
     steps = sum(row.get("checkpoint", 0.0) for row in events if row["event"] == "steps")
     assert found.losses["checkpoint"] == pytest.approx(held + steps)
+
+
+def test_a_skip_that_is_read_one_step_late_is_in_the_next_event(tmp_path: Path):
+    """As on a GPU, where a loss scale that is too large skips all of the first steps."""
+    log = EventLog(tmp_path, 0, Timers())
+    log.step(1)
+    log.skipped = 4
+    assert log.goodput(4) == {"goodput": 0.0, "goodput-since-start": 0.0}
+    log.steps(4)
+    log.steps(6)
+    log.close()
+    steps = [row for row in read_events(tmp_path / "events.jsonl") if row["event"] == "steps"]
+    assert [(row["count"], row.get("skipped", 0)) for row in steps] == [(1, 0), (3, 3), (2, 1)]
 
 
 def test_goodput_is_in_the_summary_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
