@@ -45,8 +45,7 @@ def train(run: Run) -> Exit:
         while not finished(config, progress.iteration, progress.consumed_samples):
             # 1. One step, queued on the device before the outcome of the last one is read.
             if run.profiler is not None:
-                with interval.paused():
-                    run.profiler.next_step(progress.iteration)
+                run.profiler.next_step(progress.iteration, interval.paused)
             step = train_step(run, partial(finish_step, run, interval))
             interval.pending, iteration, due = step, progress.iteration, step.batch.due
 

@@ -5,13 +5,15 @@ that tools/_report/step_parts.py reads; and --record-memory-history.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.distributed.collectives import named
 from megatron.training.advisor import Advisor
@@ -43,21 +45,26 @@ class StepProfiler:
         self.state = "waiting"  # then "prepared", "recording", "over"
         self.step = ExitStack()  # the range of the present iteration
 
-    def next_step(self, iterations: int) -> None:
-        """Begin the step after `iterations`."""
+    def next_step(self, iterations: int, paused: Callable[[], AbstractContextManager]) -> None:
+        """Begin the step after `iterations`. `paused` excludes the block from the time of steps."""
         self.step.close()
-        start = self.config.profile_step_start
-        if iterations >= self.config.profile_step_end:
-            self.close()
-        # Prepared one step early: allocating the profiler's buffers is not in the trace.
-        if self.state == "waiting" and iterations + 1 >= start:
-            self.profiler.prepare_trace()
-            self.state = "prepared"
-        if self.state == "prepared" and iterations >= start:
-            if self.device.type == "cuda":  # no work of the steps before is in the trace
-                torch.cuda.synchronize(self.device)
-            self.profiler.start_trace()
-            self.state = "recording"
+        if self.state == "over":
+            return
+        start, end = self.config.profile_step_start, self.config.profile_step_end
+        turns = iterations >= (end if self.state == "recording" else start)
+        if turns and self.device.type == "cuda":
+            # A queued step is not in the trace, and its time is not the profiler's.
+            torch.cuda.synchronize(self.device)
+        with paused():
+            if iterations >= end:
+                self.close()
+            # Prepared one step early: allocating the profiler's buffers is not in the trace.
+            if self.state == "waiting" and iterations + 1 >= start:
+                self.profiler.prepare_trace()
+                self.state = "prepared"
+            if self.state == "prepared" and iterations >= start:
+                self.profiler.start_trace()
+                self.state = "recording"
         if self.state == "recording":
             self.step.enter_context(named("iteration", iterations + 1))
 
@@ -67,20 +74,26 @@ class StepProfiler:
         self.step.close()
         if state == "recording":
             self.profiler.stop_trace()  # waits for the work that is still queued
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"rank-{self.rank}.trace.json"
-            self.profiler.export_chrome_trace(str(path))
-            if self.config.record_memory_history:
-                write_snapshot(self.folder, self.rank, self.device)
-            del self.profiler  # and the trace in memory with it
-            table = self.advisor.step_table(path)
-            title = f" profile: {path}" + ("; where the steps went:" if table else "")
-            logger.info("\n".join([title, *table]))
+            try:
+                self._write()
+            except (OSError, RuntimeError, UserError) as error:  # training continues without
+                logger.warning(f"--profile: not written: {error}")
         elif state != "over":
             logger.warning(
                 "--profile: no step was recorded: the run made none of the iterations "
                 f"{self.config.profile_step_start + 1} to {self.config.profile_step_end}"
             )
+
+    def _write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"rank-{self.rank}.trace.json"
+        self.profiler.export_chrome_trace(str(path))
+        if self.config.record_memory_history:
+            write_snapshot(self.folder, self.rank, self.device)
+        del self.profiler  # and the trace in memory with it
+        table = self.advisor.step_table(path) if self.rank == 0 else []  # rank 0 logs
+        title = f" profile: {path}" + ("; where the steps went:" if table else "")
+        logger.info("\n".join([title, *table]))
 
 
 def step_profiler(

@@ -35,7 +35,7 @@ from megatron.model.build import build_model
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import build_run_blocks
 from megatron.parallel.layer_runner import Graph
-from megatron.training import pretrain
+from megatron.training import pretrain, profile
 from pretrain_gpt import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -162,6 +162,50 @@ def test_a_run_that_is_continued_between_the_steps_records_what_it_makes(tmp_pat
     for shown in (lines, run(tmp_path / "late", *between(5, 6))[0]):
         assert any("warning: --profile: no step was recorded" in line for line in shown), shown
     assert not profiler._is_profiler_enabled
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    def torn(_, path: str) -> None:  # the disk is full
+        Path(path).write_text('{"traceEvents": [')
+
+    with mock.patch.object(profile.profile, "export_chrome_trace", torn):
+        with logged() as lines:
+            assert main([*TINY, "--save", str(tmp_path), *map(str, between(1, 2))]) == 0
+    assert any("warning: --profile: not written: " in line for line in lines), lines
+
+
+def test_the_time_of_a_queued_step_is_not_the_profilers(tmp_path):
+    """On a GPU the host waits for it before the pause."""
+    order: list[str] = []
+
+    class Traces:
+        def __getattr__(self, name: str):
+            return lambda *_: order.append(name)
+
+    @contextlib.contextmanager
+    def paused():
+        order.append("(")
+        yield
+        order.append(")")
+
+    settings = SimpleNamespace(
+        profile_step_start=1,
+        profile_step_end=2,
+        pytorch_profiler_collect_shapes=False,
+        pytorch_profiler_collect_callstack=False,
+    )
+    overlap = SimpleNamespace(overlap_moe_expert_parallel_comm=False)
+    config = SimpleNamespace(logging=settings, distributed=overlap)
+    with (
+        mock.patch.object(profile, "profile", lambda **_: Traces()),
+        mock.patch.object(torch.cuda, "synchronize", lambda _: order.append("wait")),
+        mock.patch.object(profile.StepProfiler, "_write", lambda _: order.append("write")),
+    ):
+        of_gpu = profile.StepProfiler(config, tmp_path, 0, torch.device("cuda"), None)
+        for iterations in range(4):
+            of_gpu.next_step(iterations, paused)
+    expected = "( prepare_trace ) wait ( start_trace ) wait ( stop_trace write )"
+    assert " ".join(order) == expected
 
 
 @pytest.mark.full
