@@ -129,7 +129,7 @@ def _layer_flops(model: ModelConfig, index: int, seq: int) -> int:
     return 2 * (matrices + router + _of_chosen(model, experts)) + core
 
 
-def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:
+def flops_per_iteration(model: ModelConfig, batch: float, seq: int, vocab: int) -> float:
     """FLOPs of forward and backward (two forward passes) over `batch` samples of `seq` tokens,
     without recomputation. The padded vocabulary gives Megatron-LM's count, the real one that for
     MFU.

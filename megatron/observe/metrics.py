@@ -68,7 +68,7 @@ def wandb_name(name: str) -> str:
 def rates(
     *,
     seconds: float,
-    tokens: int,
+    tokens: float,
     flops: float,
     padded_flops: float,
     world_size: int,

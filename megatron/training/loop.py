@@ -107,6 +107,7 @@ def finish_step(run: Run, interval: Interval) -> None:
         run.checkpoints.advance(metrics.save_requests)
     interval.last = metrics
     interval.iterations += 1
+    interval.samples += batch.size
     # A batch without a valid token is skipped too, and is no overflow.
     has_tokens = sum(metrics.valid_tokens) > 0
     overflow = metrics.skipped and has_tokens

@@ -41,6 +41,7 @@ class Interval:
 
     started: float
     iterations: int = 0
+    samples: int = 0
     outside: float = 0.0  # seconds of evaluation and checkpoints, which are no part of an iteration
     last: StepMetrics | None = None  # of the last step that was read
     pending: PendingStep | None = None  # the last step, until its outcome is read
@@ -111,6 +112,7 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
     scalars = {
         n: sums[0] / batch.nominal_tokens for n, sums in step.scalars.items() if len(sums) == 1
     }
+    mean_batch = interval.samples / interval.iterations
     # During a ramp-up of the batch size the forecast is of another batch.
     is_planned = run.forecast is not None and batch.size == config.training.global_batch_size
     predicted = run.forecast.step_seconds if is_planned else None
@@ -126,9 +128,9 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
         "world-size": world_size,
         **rates(
             seconds=seconds,
-            tokens=batch.nominal_tokens,
-            flops=flops_per_iteration(config.model, batch.size, seq, run.tokenizer.vocab_size),
-            padded_flops=flops_per_iteration(config.model, batch.size, seq, run.padded_vocab),
+            tokens=mean_batch * seq,
+            flops=flops_per_iteration(config.model, mean_batch, seq, run.tokenizer.vocab_size),
+            padded_flops=flops_per_iteration(config.model, mean_batch, seq, run.padded_vocab),
             world_size=world_size,
             peak_tflops=run.peak_tflops,
         ),

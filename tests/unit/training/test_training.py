@@ -129,6 +129,13 @@ def test_two_threads_give_the_same_bits_every_time(tmp_path, flags):
     assert_same(tensors(tmp_path / "a"), tensors(tmp_path / "b"))
 
 
+def test_the_rate_of_an_interval_counts_each_batch_of_a_ramp_up(tmp_path):
+    run(tmp_path, "--rampup-batch-size", 2, 2, 16, "--log-interval", 12)
+    (row,) = (row for row in read_metrics(tmp_path) if "iteration-time" in row)
+    tokens = row["tokens-per-second-per-gpu"] * row["iteration-time"] * 12
+    assert row["batch-size"] == 4 and tokens == pytest.approx(row["consumed-tokens"])
+
+
 def test_a_batch_size_schedule_by_tokens_is_the_ramp_up(tmp_path):
     """Batches of 2 for 16 samples, then of 4 to the fortieth."""
     at = TINY.index("--train-iters")
