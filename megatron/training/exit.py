@@ -35,7 +35,7 @@ class _StartupHandler:
     """Handles a signal until ExitConditions takes over; `before` is the replaced handler."""
 
     def __init__(self, number: signal.Signals, logs: bool):
-        self.logs = logs
+        self.logs, self.begun = logs, time.monotonic()
         self.before = signal.signal(number, self)
 
     def __call__(self, number: int, _frame: object) -> None:
@@ -87,8 +87,7 @@ class ExitConditions:
     """
 
     def __init__(self, config: TrainingConfig, on_signal: str = "exiting"):
-        self.config, self.start = config, time.monotonic()
-        self.on_signal = on_signal
+        self.config, self.on_signal = config, on_signal
         self.received: signal.Signals | None = None
         # number of ranks for each of `requests`, at the last exchange
         self.agreed = [0.0] * (len(SIGNAL_CODES) + 1)
@@ -97,6 +96,9 @@ class ExitConditions:
             number: handler.before if isinstance(handler, _StartupHandler) else handler
             for number, handler in found.items()
         }
+        # --exit-duration-in-mins counts from the start of pretrain_gpt.py, or else from here
+        early = (each.begun for each in found.values() if isinstance(each, _StartupHandler))
+        self.start = min(early, default=time.monotonic())
 
     def _receive(self, number: int, _frame: object) -> None:
         # Only noted: the step under way ends first, on all ranks in the same iteration.

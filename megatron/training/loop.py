@@ -67,7 +67,7 @@ def train(run: Run) -> Exit:
                 if due.evaluate:
                     with paused_for_evaluation(interval, config):
                         evaluate_all(run, "validation")
-                    exit_now = exit_now or run.exits.check(iteration)
+                    exit_now = run.exits.check(iteration)  # a signal takes precedence
                 # After the evaluation, so that its outcome is in the checkpoint.
                 everywhere = due.save or due.end or exit_now
                 if everywhere or due.save_local:

@@ -103,48 +103,46 @@ def start(
 
     # 1. The device and the other ranks.
     device = _start_device(launch, flags, config)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(job_log())
-        warn_of_idle_gpus(launch, device)
-        groups = make_groups(layout_of(config, world_size), **group_options(config))
-        ranks = Ranks(groups.world, device, groups.pp.rank)
-        local_checkpoints = _local_checkpoints(config, ranks)
+    with contextlib.ExitStack() as last:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(job_log())
+            warn_of_idle_gpus(launch, device)
+            groups = make_groups(layout_of(config, world_size), **group_options(config))
+            ranks = Ranks(groups.world, device, groups.pp.rank)
+            local_checkpoints = _local_checkpoints(config, ranks)
 
-        # 2. Everything that the run consists of.
-        prepared = prepare(
-            flags,
-            notes,
-            ranks.world,
-            device,
-            advisor,
-            local_checkpoints,
-            not_done=not_done,
-            reader=reader,
-        )
-        run = build(prepared, groups, ranks, launch, local_checkpoints, stack)
-        # one callback each: a failure of one does not skip the others
-        for part in (run.exits, run.checkpoints, run.tracker):
-            if part is not None:
-                stack.callback(part.close)
+            # 2. Everything that the run consists of.
+            prepared = prepare(
+                flags,
+                notes,
+                ranks.world,
+                device,
+                advisor,
+                local_checkpoints,
+                not_done=not_done,
+                reader=reader,
+            )
+            run = build(prepared, groups, ranks, launch, local_checkpoints, stack)
+            # Signals are received until all ranks have closed: one would kill those that wait.
+            last.callback(run.exits.close)
+            # one callback each: a failure of one does not skip the others
+            for part in (run.checkpoints, run.tracker):
+                if part is not None:
+                    stack.callback(part.close)
 
-        # 3. Weights and state, and what the caller does with the run.
-        try:
-            with _explained_out_of_memory(prepared, groups, device):
-                _initialize_or_load(run)
-                yield run
-            if run.profiler is not None:
-                run.profiler.close()
-            # weights that are still on their way would write into memory that is freed
-            run.zero.wait_for_weights()
-        except Exception as error:
-            # Other ranks read the reason from the store and name this rank instead of timing out.
-            error.add_note(f"[{groups.describe()}, iteration {run.progress.iteration}]")
-            first_line = str(error).partition("\n")[0]
-            reason = f"{type(error).__name__}: {first_line}"
-            _write_end(run, 1, reason)
-            PEERS.end(reason)
-            raise
-    disconnect()
+            # 3. Weights and state, and what the caller does with the run.
+            try:
+                with _explained_out_of_memory(prepared, groups, device):
+                    _initialize_or_load(run)
+                    yield run
+                if run.profiler is not None:
+                    run.profiler.close()
+                # weights that are still on their way would write into memory that is freed
+                run.zero.wait_for_weights()
+            except Exception as error:
+                _end_with(error, run)
+                raise
+        disconnect()
 
 
 def _requested(flags: GivenConfig) -> tuple[Launch, GivenConfig, Config, int]:
@@ -407,6 +405,15 @@ def _train_and_evaluate(run: Run) -> int:
             )
     _write_end(run, ended.code, ended.reason)
     return ended.code
+
+
+def _end_with(error: Exception, run: Run) -> None:
+    """Other ranks read the reason from the store and name this rank instead of timing out."""
+    error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
+    first_line = str(error).partition("\n")[0]
+    reason = f"{type(error).__name__}: {first_line}"
+    _write_end(run, 1, reason)
+    PEERS.end(reason)
 
 
 def _write_end(run: Run, code: int, reason: str) -> None:

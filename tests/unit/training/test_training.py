@@ -24,7 +24,7 @@ from megatron.config.errors import UserError
 from megatron.data.loader import Source
 from megatron.model.layer import HeadLayer
 from megatron.observe.tracking import Tracker
-from megatron.training import evaluate, loop, prepare, pretrain
+from megatron.training import evaluate, exit, loop, prepare, pretrain
 from megatron.training import step as training_step
 from pretrain_gpt import main
 from tools import compare_runs
@@ -222,10 +222,28 @@ def test_a_signal_in_the_second_of_two_sources(tmp_path, monkeypatch):
     assert run(tmp_path, "--train-iters", 4)[4]["lm loss validation"] is not None
 
 
-def test_a_reason_to_exit_from_before_an_evaluation_remains(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, after=1))
+def test_a_signal_in_the_last_evaluation_at_an_exit_interval(tmp_path, monkeypatch, whole):
+    """The run is not complete: the exit code asks for a requeue, which makes the evaluation."""
+    monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, after=3))
+    run(tmp_path, "--exit-interval", 12, code=85)
+    monkeypatch.undo()
+    assert run(tmp_path) == whole[1]
+
+
+def test_a_reason_to_exit_from_before_an_evaluation_remains(tmp_path, capsys):
     run(tmp_path, "--exit-interval", 4)
     assert "--exit-interval 4 reached: exiting at iteration 4" in capsys.readouterr().out
+
+
+def test_signals_are_received_until_the_ranks_have_disconnected(monkeypatch):
+    """One that comes while rank 0 closes its trackers kills no rank that waits for it."""
+    found, before = [], signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr(
+        pretrain, "disconnect", lambda: found.append(signal.getsignal(signal.SIGUSR1))
+    )
+    assert start("--train-iters 3") == 0
+    assert isinstance(found[0].__self__, exit.ExitConditions)
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_no_evaluation_begins_after_a_signal(tmp_path, monkeypatch):
