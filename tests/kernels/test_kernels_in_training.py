@@ -101,13 +101,13 @@ SELECTIVE = (
         "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full",
         "--context-parallel-size 2 --cp-comm-type allgather",
         "--context-parallel-size 2 --cp-comm-type a2a",
-        "--context-parallel-size 2 --cp-comm-type p2p --seq-length 32",
+        "--context-parallel-size 2 --cp-comm-type p2p --seq-length 16",
         pytest.param(SPLIT_BACKWARD, id="split backward"),
         pytest.param(SELECTIVE, id="selective"),
     ],
 )
 @pytest.mark.default(
-    "--context-parallel-size 2 --cp-comm-type p2p --seq-length 32", "split backward", "selective"
+    "--context-parallel-size 2 --cp-comm-type p2p --seq-length 16", "split backward", "selective"
 )
 def test_losses_of_two_ranks_agree(gloo_world, layout):
     flags, world = (*MODEL, *layout.split(), "--train-iters", "1"), gloo_world(2)
