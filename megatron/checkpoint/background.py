@@ -123,7 +123,7 @@ class Background:
         return self.outcome is not None
 
     def lift_rate(self) -> None:
-        """Have the rest of the shard that is being written go at full speed."""
+        """Have what is not written yet go at full speed."""
         if self.process is not None:
             self.process.send_signal(signal.SIGUSR2)
 
@@ -156,8 +156,10 @@ def serve(pipe: int) -> None:
     ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    # of all shards to come: the one that is meant may not have begun
+    signal.signal(signal.SIGUSR2, lambda *_: setattr(WriteProgress, "limited", False))
     os.nice(NICE)
     trainer = Connection(pipe)
     logging.basicConfig(level=logging.INFO, handlers=[_TrainerLog(trainer)])
@@ -217,7 +219,6 @@ def _write(
     CheckpointError when it is damaged.
     """
     progress = WriteProgress(iteration, size, rate)
-    signal.signal(signal.SIGUSR2, lambda *_: setattr(progress, "rate", None))
     what = f"the local copy of {shard_file(index)}"
     header, data = split_header(_waves(trainer, source, size, record is None), what)
     written = write_shard_file(Path(folder), index, header, data, verify=verify, progress=progress)

@@ -141,6 +141,7 @@ class WriteProgress:
     iteration: int
     total: int
     rate: float | None = None
+    limited = True  # to the rate; no field: of all shards of the process
 
     def __post_init__(self) -> None:
         self.done = 0
@@ -149,7 +150,7 @@ class WriteProgress:
 
     def __call__(self, count: int) -> None:
         # what is slower than the rate for a while is not made up for later
-        if self.rate is not None:
+        if self.rate is not None and self.limited:
             due = self.begun + count / (self.rate * MB)
             time.sleep(max(0.0, due - time.monotonic()))
         self.done += count

@@ -438,6 +438,19 @@ def test_the_last_save_and_one_before_it_do_not_keep_to_the_rate(saver, made, tm
     assert each.finalize() and time.monotonic() - began < 10
 
 
+def test_a_rate_is_lifted_of_a_shard_that_the_writer_has_not_begun(made, tmp_path):
+    each = made(tmp_path, enough(tensors()))
+    each.rate = 0.3
+    each.background.start()
+    writer = each.background.process
+    writer.send_signal(signal.SIGSTOP)
+    each.save(1, pairs(tensors()), {})
+    each.background.lift_rate()
+    writer.send_signal(signal.SIGCONT)
+    began = time.monotonic()
+    assert each.finalize() and time.monotonic() - began < 10
+
+
 def test_time_in_which_the_writer_was_slower_is_not_saved_up(clock):
     wait = WriteProgress(1, 10**9, 1.0)
     for _ in range(20):
