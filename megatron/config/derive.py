@@ -8,11 +8,13 @@ import functools
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.config.batch_schedule import schedule_words
 from megatron.config.errors import UserError, shortened
 from megatron.config.groups import DECAYING, GROUPS, WARMUP, Config, DistributedConfig
+from megatron.config.layers import expert_pattern
 from megatron.config.metadata import flag_name
 from megatron.config.model import FORMER_ROPE, GATED, yarn_scale
 from megatron.config.options import FIELDS, read_table
@@ -194,6 +196,14 @@ class RunView:
     def layer_parts(self) -> tuple[str, ...]:
         """Words of --recompute-layers."""
         return tuple(re.split("[+* ]", " ".join(self.recompute_layers or ())))
+
+    @property
+    def dense_mlps(self) -> bool:
+        """Whether some tokens of a model with experts pass an MLP that is not one of these."""
+        with suppress(UserError):
+            of_experts = expert_pattern(self.moe_layer_freq, self.num_layers or 1)
+            return not all(of_experts) or self.moe_shared_expert_intermediate_size is not None
+        return True  # a fault
 
     @property
     def rescales_scores(self) -> bool:

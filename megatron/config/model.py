@@ -240,7 +240,7 @@ class ModelConfig:
     """Channels of a head's values."""
     rope_type: Literal["rope", "yarn"] | None = model_flag(idle_without="multi_latent_attention")
     """Rotary positions of latent attention. Default: yarn, as in Megatron-LM."""
-    latent_norm_epsilon: float | None = model_flag(needs="multi_latent_attention qk_layernorm")
+    latent_norm_epsilon: float | None = latent_flag(idle_without="qk_layernorm")
     """Epsilon of the latent vectors' norms. Default: norm-epsilon; Hugging Face's models: 1e-6."""
     mscale: float = mscale_flag(1.0)
     """YaRN: rotary table scale m(mscale) / m(mscale-all-dim), m(x) = 0.1 x ln(factor) + 1."""

@@ -145,9 +145,9 @@ recompute_modules=moe,moe_act num_experts=None:
     @recompute_modules: moe and moe_act need --num-experts; give mlp or mlp_act
 layer_parts=moe,moe_act num_experts=None:
     @recompute_layers: moe and moe_act need --num-experts; give mlp or mlp_act
-recompute_modules=mlp,mlp_act num_experts moe_layer_freq=1 moe_shared_expert_intermediate_size=None:
+recompute_modules=mlp,mlp_act num_experts dense_mlps=False:
     @recompute_modules: mlp and mlp_act need a dense MLP, which no layer has; give moe or moe_act
-layer_parts=mlp,mlp_act num_experts moe_layer_freq=1 moe_shared_expert_intermediate_size=None:
+layer_parts=mlp,mlp_act num_experts dense_mlps=False:
     @recompute_layers: mlp and mlp_act need a dense MLP, which no layer has; give moe or moe_act
 recompute_modules=mla_up_proj multi_latent_attention=False:
     @recompute_modules: mla_up_proj needs --multi-latent-attention; give qkv

@@ -222,6 +222,9 @@ multiple of it; the nearest that fits is 3
     --recompute-modules layernorm mlp_act: mlp and mlp_act need a dense MLP
 @experts --recompute-layers mlp+qkv none
     --recompute-layers mlp+qkv none: mlp and mlp_act need a dense MLP
+@experts --moe-layer-freq [1]*2 --recompute-layers mlp none
+    --recompute-layers mlp none: mlp and mlp_act need a dense MLP
+@experts --moe-layer-freq [1,0] --recompute-layers none mlp
 @experts --recompute-layers mlp none --moe-shared-expert-intermediate-size 64
 
 # latent attention
@@ -237,8 +240,6 @@ multiple of it; the nearest that fits is 3
     channels rotate in pairs; give 8
 @latent --v-head-dim 193
     must be at most 192, the channels of a key
-@latent --latent-norm-epsilon 1e-6
-    --latent-norm-epsilon 1e-06: has no effect without --qk-layernorm; remove it or set
 
 # ZeRO
 8 --zero-stage 1 --zero-shard-size 3
@@ -418,6 +419,8 @@ NOTES = """
     --split 9,1: has no effect without --data-path
 --rope-low-freq-factor 2
     --rope-low-freq-factor 2: has no effect without --position-embedding-type rope and --use-rope-sc
+@latent --latent-norm-epsilon 1e-6
+    --latent-norm-epsilon 1e-06: has no effect without --qk-layernorm
 --mscale 2
     --mscale 2: has no effect without --position-embedding-type yarn and --multi-latent-attention
     --save is not set: no checkpoints or metrics will be written
