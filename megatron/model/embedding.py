@@ -22,9 +22,11 @@ def accumulate_embedding_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> Non
         # a frequent token's rows are summed in fp32, at the place of one of them, and rounded once
         places = torch.arange(len(ids), device=ids.device)
         place = ids.new_empty(len(main_grad)).index_put_((ids,), places)[ids]
-        sums = torch.zeros_like(dy, dtype=torch.float32)
-        accumulate_embedding_grad(dy, place, sums)
-        main_grad[ids] = (main_grad[ids] + sums[place]).to(main_grad.dtype)
+        step = max(1, SCRATCH_BYTES // (4 * len(ids)))
+        for grad, columns in zip(main_grad.split(step, 1), dy.split(step, 1), strict=True):
+            sums = torch.zeros_like(columns, dtype=torch.float32)
+            accumulate_embedding_grad(columns, place, sums)
+            grad[ids] = (grad[ids] + sums[place]).to(grad.dtype)
         return
     if main_grad.is_cuda:
         # sorts the ids and adds in order, where index_add_ adds atomically

@@ -13,7 +13,7 @@ LINES = {
     "megatron/config": 4760,
     "megatron/data": 1452,
     "megatron/distributed": 2314,
-    "megatron/model": 6126,
+    "megatron/model": 6128,
     "megatron/observe": 1163,
     "megatron/optimizer": 1493,
     "megatron/parallel": 3127,

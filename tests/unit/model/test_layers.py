@@ -252,8 +252,9 @@ def test_embedding_gradient_has_the_same_bits_every_time_on_many_threads():
     assert all(torch.equal(sums[0], other) for other in sums)
 
 
-def test_embedding_gradient_in_bf16_is_rounded_once_a_micro_batch():
+def test_embedding_gradient_in_bf16_is_rounded_once_a_micro_batch(monkeypatch):
     """Not at each token: of 4096 equal ones, rows far below the sum's last bit must count."""
+    monkeypatch.setattr("megatron.model.embedding.SCRATCH_BYTES", 24 * 4 * 4096)  # of 64 columns
     ids, dy = torch.randint(0, 5, (4096, 1)), torch.rand(4096, 1, 64)
     grad = torch.rand(7, 64).bfloat16()
     expected = grad.double().index_add_(0, ids.flatten(), dy.flatten(0, 1).double())
