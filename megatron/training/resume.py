@@ -40,7 +40,8 @@ def run_state(run: Run) -> dict[str, Any]:
         "vocab_size": run.tokenizer.vocab_size,
         "tokenizer": run.tokenizer.fingerprint,
         "tensors": _tensors(run),
-        "versions": {"torch": torch.__version__},
+        # dropout: version 1 drew the masks of hidden states from whole words
+        "versions": {"torch": torch.__version__, "dropout": "2"},
         "layout": describe_layout(run.groups.layout),
         "device": run.device_names,
         "kernels": {operator: choice.implementation for operator, choice in kernels.items()},
@@ -335,6 +336,8 @@ def saved_schedule(saved: dict[str, Any]) -> ParamSchedule:
 
     The ends of --decoupled-lr are there both or not at all.
     """
+    if saved.get("style") == "constant":  # an earlier version wrote no decay of --train-samples
+        saved = {"decay": saved.get("weight_decay_length"), **saved}
     # Fields that a later version added take their defaults.
     schedule = from_saved(ParamSchedule, saved, "state.schedule")
     if (schedule.decoupled_max_lr is None) != (schedule.decoupled_min_lr is None):
@@ -404,6 +407,9 @@ def rounding_changes(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, 
     """
     pairs = {name: (theirs.get(name), ours.get(name)) for name in ("layout", "device")}
     pairs["torch"] = theirs["versions"]["torch"], ours["versions"]["torch"]
+    if config_of(ours).model.hidden_dropout > 0:
+        old, new = (each["versions"].get("dropout", "1") for each in (theirs, ours))
+        pairs["dropout masks"] = old, new
     # Kernels count by what was taken. Older checkpoints have only the flags that chose them.
     known = "kernels" in theirs
     if known:

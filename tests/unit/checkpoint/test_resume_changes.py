@@ -407,6 +407,13 @@ def test_a_later_schedule_resumes_an_older_checkpoint_and_saves_its_own(monkeypa
     assert resume_module.saved_schedule(other.state()) == other
 
 
+def test_a_constant_rate_by_samples_that_wrote_no_decay_resumes():
+    constant = {**WRITTEN, "style": "constant"}
+    assert resume_module.saved_schedule(constant).state() == constant
+    older = {name: value for name, value in constant.items() if name != "decay"}
+    assert resume_module.saved_schedule(older).state() == constant
+
+
 def test_a_setting_of_the_model_that_is_not_known_is_refused():
     state = {"config": Config().to_dict()}
     state["config"]["model"] |= {"embedding_scale": 8.0, "parallel_residual": False}
