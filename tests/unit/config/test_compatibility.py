@@ -88,6 +88,14 @@ ANSWERS = """
     note --accumulate-allreduce-grads-in-fp32: gradients are accumulated and sent in fp32 without
 --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
     fault --accumulate-allreduce-grads-in-fp32: contradicts --grad-reduce
+--ddp-reduce-scatter-with-fp32-accumulation
+    note --ddp-reduce-scatter-with-fp32-accumulation: gradients are summed over ranks in fp32
+--ddp-reduce-scatter-with-fp32-accumulation --grad-reduce-in-bf16 --distributed-backend gloo
+    note --ddp-reduce-scatter-with-fp32-accumulation: gradients are summed over ranks in fp32
+--ddp-reduce-scatter-with-fp32-accumulation --grad-reduce-in-bf16
+    fault --ddp-reduce-scatter-with-fp32-accumulation: NCCL adds in the precision
+--ddp-reduce-scatter-with-fp32-accumulation --bf16 --main-grads-dtype bf16
+    fault --ddp-reduce-scatter-with-fp32-accumulation: NCCL adds in the precision
 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16
     fault --exp-avg-dtype fp8: moments are kept in fp32 or bf16; give --exp-avg-dtype bf16
     fault --exp-avg-sq-dtype fp16: moments are kept
