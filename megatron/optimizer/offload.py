@@ -63,6 +63,8 @@ class HostSteps:
             return
         # The device reads the result from pinned memory; the buffer is free when that copy is over.
         pinned = self.ring[place % 2]
+        if pinned.free is not None:  # the weights of two blocks before must have left
+            pinned.free.synchronize()
         out = pinned.weight[: target.numel()]
         update(grad, out)
         with torch.cuda.stream(self.stream):
@@ -74,9 +76,6 @@ class HostSteps:
         if block in self.fetched:
             return
         pinned = self.ring[self.order.index(block) % 2]
-        # The buffer's last weights must have left before a gradient of the next round comes in.
-        if pinned.free is not None:
-            pinned.free.synchronize()
         grad = pinned.grad[: block.grad_shard.numel()]
         self.stream.wait_event(self.complete)
         with torch.cuda.stream(self.stream):
