@@ -75,8 +75,6 @@ def faults(variants: Mapping[str, Sequence[Variant]], device: torch.device) -> d
         for (operator, variant), answer in zip(waiting, answers):
             if answer:
                 found.setdefault(operator, f"{variant}: {answer}")
-            else:
-                _remember(_place(variant, device))
         waiting = waiting[len(answers) :]
         if waiting:  # the child ended in the first of them
             operator, variant = waiting[0]
@@ -87,7 +85,8 @@ def faults(variants: Mapping[str, Sequence[Variant]], device: torch.device) -> d
 
 def _lines_of_child(variants: Sequence[Variant], device: torch.device) -> tuple[list[bytes], str]:
     """(what a process that computes the variants in order writes: a line when it is ready, and one
-    for each variant; why lines are missing). It is killed when it is silent for too long.
+    for each variant; why lines are missing). It is killed when it is silent for too long. What
+    passes is remembered.
     """
     request = {"device": str(device), "variants": [asdict(each) for each in variants]}
     lines: list[bytes] = []
@@ -106,6 +105,9 @@ def _lines_of_child(variants: Sequence[Variant], device: torch.device) -> tuple[
                     line = process.stdout.readline()
                     if not line.endswith(b"\n"):
                         return lines, _reason(process, log)
+                    # at once: a collective of another rank may time out and end this process
+                    if lines and not json.loads(line)["fault"]:
+                        _remember(_place(variants[len(lines) - 1], device))
                     lines.append(line)
             finally:
                 process.kill()

@@ -6,6 +6,7 @@ every rank's.
 import logging
 import os
 import resource
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,20 @@ def test_a_hang_costs_its_operator_alone(check, monkeypatch):
     found = check("norm=hang")
     assert found.keys() == {"norm"} and found["norm"].endswith("no result after 20 s")
     assert all(has_passed(v) for v in (*VARIANTS["rotary"], *VARIANTS["adam"]))
+
+
+@on_cpu
+def test_what_has_passed_is_remembered_while_the_child_computes(check, monkeypatch):
+    """A start that another rank's timeout ends is not in vain."""
+    passed, reap = [], subprocess.Popen.kill
+
+    def kill(process):
+        passed.extend(v.kernel for each in VARIANTS.values() for v in each if has_passed(v))
+        reap(process)
+
+    monkeypatch.setattr(subprocess.Popen, "kill", kill)
+    assert check() == {}
+    assert passed == ["rotary", "norm forward", "norm backward", "adamw"]
 
 
 @on_cpu
