@@ -71,9 +71,14 @@ class CudaGraph:
             # other threads, such as NCCL's watchdog, may query the GPU during the capture
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                return work()
-            finally:
-                self.graph.capture_end()
+                found = work()
+            except BaseException:
+                # what is not allowed in a capture makes its end fail, too
+                with contextlib.suppress(RuntimeError):
+                    self.graph.capture_end()
+                raise
+            self.graph.capture_end()
+            return found
 
     def replay(self) -> None:
         self.graph.replay()

@@ -152,6 +152,15 @@ def test_the_garbage_collector_is_off_in_a_capture_and_as_it_was_after(cuda_grap
     assert alive == [True] and gc.isenabled() == is_on
 
 
+def test_the_error_that_ended_a_capture_is_raised(cuda_graph):
+    """An operation that is not allowed in a capture makes its end fail, too."""
+    cuda_graph.graph.capture_end.side_effect = RuntimeError("due to a previous error")
+    with pytest.raises(ValueError, match="the cause"):
+        cuda_graph.capture(mock.Mock(side_effect=ValueError("the cause")))
+    with pytest.raises(RuntimeError, match="due to a previous error"):
+        cuda_graph.capture(mock.Mock())
+
+
 def test_without_a_gpu_it_is_refused(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
