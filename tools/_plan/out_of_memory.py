@@ -78,10 +78,14 @@ def _advice(
     verdict = memory_verdict(plan, gib if device == "cuda" else gib + RESERVE)
     if verdict.word != "fits":
         return [*lines, f"advice: {verdict.line.partition('; ')[2]}"]
-    pieces = "memory that the allocator keeps in pieces: "
-    pieces += "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    advice = f"or for {pieces}" if device == "cuda" else "or raise the limit (ulimit -v)"
-    return [*lines, f"advice: by the plan the run fits; look for other processes, {advice}"]
+    advice = "raise the limit (ulimit -v)"
+    if device == "cuda":
+        setting = "expandable_segments:True"
+        older = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        is_set = setting in os.environ.get("PYTORCH_ALLOC_CONF", older)
+        advice = f"set PYTORCH_ALLOC_CONF={setting} against fragmentation"
+        advice = "lower --micro-batch-size" if is_set else advice
+    return [*lines, f"advice: by the plan the run fits; look for other processes, or {advice}"]
 
 
 def _gib(size: float) -> str:

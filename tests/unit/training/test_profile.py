@@ -314,6 +314,18 @@ def test_what_is_known_of_live_tensors(tmp_path):
     }
 
 
+def test_the_allocator_setting_is_advised_where_it_is_not_set(monkeypatch):
+    config, names = resolve(parse_arguments(TINY).config, 1, 31).config, "PYTORCH_{}ALLOC_CONF"
+    for name in ("", "CUDA_"):
+        monkeypatch.delenv(names.format(name), raising=False)
+    advised = lambda: out_of_memory._advice(config, 31, 1, "cuda", 0, 80.0)[-1]
+    assert "or set PYTORCH_ALLOC_CONF=expandable_segments:True" in advised()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert advised().endswith("or lower --micro-batch-size")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert "or set PYTORCH_ALLOC_CONF=expandable_segments:True" in advised()
+
+
 def test_an_optimizer_that_ran_out_of_memory_has_the_states_of_finished_blocks():
     config = resolve(parse_arguments(TINY).config, 1, 31).config
     groups, cpu = one_process(), torch.device("cpu")
