@@ -317,6 +317,7 @@ class _ColumnLinear(torch.autograd.Function):
         computes_wgrad = _computes_wgrad(ctx)
 
         # Under SP wgrad needs the whole x once more: its all-gather runs while dgrad is computed.
+        # FP8 scales of a tensor or row: dgrad's all-reduce of maxima is queued behind that gather.
         x_axis = tp.axis if tp.sequence else ALONE
         gathering = start_all_gather(x, x_axis) if computes_wgrad else None
         if gathering is not None and not tp.overlap:
