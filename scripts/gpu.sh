@@ -34,6 +34,6 @@ bash "scripts/gpu/$name.sh" "${@:2}" || exit
 result="$name"
 [ $# -ne 2 ] || [ "$name" != peers ] || result="peers-$2"
 if [ -z "${REHEARSE:-}" ] && { [ $# -lt 2 ] || [ "$result" != "$name" ]; }; then
-  cp "$OUT/$name.json" "docs/results/gpu/$result.json"
+  cp "$OUT/$name.json" "docs/results/gpu/$result.json" || exit
   echo "recorded in docs/results/gpu/$result.json"
 fi

@@ -107,6 +107,8 @@ class Clock:
         self.wall[report.nodeid] += report.duration
         # the report of a process that crashed has none
         self.cpu[report.nodeid] += getattr(report, "cpu_seconds", 0.0)
+        if report.failed and "PRINT_FAILURES" in os.environ:  # pytest prints them at its end
+            print(f"\n{report.longreprtext[-1500:]}", flush=True)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         load = os.getloadavg()[2]

@@ -20,12 +20,13 @@ begin() {  # NAME [STAGE ...]: only these stages, default all
   OUT="${OUT:-gpu-results/$script}"
   if [ -n "${LIST:-}" ]; then
     W=WORK
-    stage facts 15 "$python" scripts/gpu/facts.py
+    stage facts 20 "$python" scripts/gpu/facts.py
     return
   fi
   W="${WORK:-$(mktemp -d "${TMPDIR:-/tmp}/gpu-$script.XXXXXX")}"
   mkdir -p "$OUT" "$W"
   OUT="$(cd "$OUT" && pwd)"
+  rm -f "$OUT/$script.json"
   : >"$OUT/report.txt"
   : >"$OUT/rows.jsonl"
   export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/gpu-triton}"
@@ -37,7 +38,7 @@ begin() {  # NAME [STAGE ...]: only these stages, default all
     watcher=$!
     trap 'kill "$watcher" 2>/dev/null' EXIT
   fi
-  stage facts 15 "$python" scripts/gpu/facts.py
+  stage facts 20 "$python" scripts/gpu/facts.py
 }
 
 stage() {  # NAME LIMIT COMMAND...

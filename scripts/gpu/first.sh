@@ -23,7 +23,7 @@ workers=14 limit_each=()
 [ -z "$rehearse" ] || workers=2
 [ -n "${LIST:-}" ] || ! "$python" -c "import pytest_timeout" 2>/dev/null ||
   limit_each=(--timeout 40 --timeout-method thread)
-# -vv, against -q of pyproject.toml: the name and result of every test as it ends
-OMP_NUM_THREADS=1 stage smoke 55 "$python" -m pytest -m gpu -n "$workers" --max-worker-restart 16 -p no:cacheprovider -vv --tb=short \
+# -vv, against -q of pyproject.toml: the name and result of every test as it ends, with the reason of a failure (tests/conftest.py)
+OMP_NUM_THREADS=1 PRINT_FAILURES=1 stage smoke 55 "$python" -m pytest -m gpu -n "$workers" --max-worker-restart 16 -p no:cacheprovider -vv --tb=short \
   -rfE ${limit_each[@]+"${limit_each[@]}"} "${smoke[@]}"
 finish

@@ -4,7 +4,7 @@
 # compute-sanitizer. Fix what the first window found wrong before it. Usage and environment: common.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 begin settle "$@"
-stage failed 40 "$python" scripts/gpu/checks.py --failed docs/results/gpu/first.json --seconds 28
+stage failed 38 "$python" scripts/gpu/checks.py --failed docs/results/gpu/first.json --seconds 28
 model 8B-layers
 pretrain compiled 70 --torch-compile
 pretrain any-order 45 --no-deterministic-mode
@@ -13,7 +13,7 @@ pretrain 1.3B 45
 model 125M
 pretrain 125M 35
 pretrain 125M-graphs 35 "${graphs[@]}"
-stage kernels 85 "$python" benchmarks/kernels.py --parts limits memory --minutes 1.15 --out "$W" ${rehearse:+--tiny}
+stage kernels 82 "$python" benchmarks/kernels.py --parts limits memory --minutes 1.15 --out "$W" ${rehearse:+--tiny}
 # shellcheck disable=SC2016  # expanded by the inner shell
 stage adopt 10 bash -c '"$0" kernels/tools/adopt.py "$1/kernels.json" && cp kernels/measured.json "$1"' "$python" "$W"
 for tool in memcheck racecheck; do

@@ -11,7 +11,7 @@ model+=(--train-iters "$iterations" --log-interval 19 --lr 6e-4 --min-lr 6e-5 --
   --weight-decay 0.1 --adam-beta2 0.95 --no-mock-data --data-path "$text/text_text_document" --split 98,2,0 --eval-iters 10
   --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$text/tokenizer.json" --vocab-size "$vocab")
 first=(--exit-interval 3 --log-interval 1)
-stage corpus 60 "$python" scripts/gpu/corpus.py "$text" "$megabytes" "$vocab"
+stage corpus 57 "$python" scripts/gpu/corpus.py "$text" "$megabytes" "$vocab"
 stage tokens 45 "$python" tools/preprocess_data.py --input "$text/text.jsonl" --output-prefix "$text/text" --append-eod \
   --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$text/tokenizer.json"
 # an exit in time saves, too
