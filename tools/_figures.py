@@ -59,11 +59,15 @@ def gpu_record(script: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"runs": {}}
 
 
-def gpu_run(name: str) -> tuple[dict[str, float], dict[str, float]]:
-    """What is predicted and what was measured of the run script/stage."""
+def gpu_predicted() -> dict[str, dict[str, float]]:
+    """Figures of each run, by hardware/script/stage."""
+    return json.loads((RESULTS / "gpu" / "predictions.json").read_text())["rows"]
+
+
+def gpu_measured(name: str) -> dict[str, float]:
+    """Figures of the run script/stage; empty where it is still to be measured."""
     script, stage = name.split("/")
-    predicted = json.loads((RESULTS / "gpu" / "predictions.json").read_text())["rows"][name]
-    return predicted, gpu_record(script)["runs"].get(stage, {}).get("measured", {})
+    return gpu_record(script)["runs"].get(stage, {}).get("measured", {})
 
 
 def _step(found: dict[str, float]) -> str:
@@ -77,10 +81,14 @@ def _step(found: dict[str, float]) -> str:
 @figure("gpu.predictions")
 def gpu_predictions() -> str:
     """Every run of pretrain_gpt.py in scripts/gpu/, predicted and measured."""
-    names = json.loads((RESULTS / "gpu" / "predictions.json").read_text())["rows"]
+    rows = gpu_predicted()
+    names = [name.removeprefix("h100/") for name in rows if name.startswith("h100/")]
     return table(
-        "run | predicted: step, MFU, peak memory | measured",
-        ((name, *map(_step, gpu_run(name))) for name in names),
+        "run | H100: step, MFU, peak memory | H200 | measured",
+        (
+            (name, *map(_step, (rows[f"h100/{name}"], rows[f"h200/{name}"], gpu_measured(name))))
+            for name in names
+        ),
     )
 
 
@@ -94,10 +102,11 @@ def gpu_goals() -> str:
     }
     rows = []
     for name, (what, goal) in goals.items():
-        predicted, measured = gpu_run(name)
+        measured = gpu_measured(name)
+        predicted = [gpu_predicted()[f"{gpu}/{name}"]["mfu"] for gpu in ("h100", "h200")]
         found = f"{measured['mfu']:.1%}" if "mfu" in measured else "awaiting GPU"
-        rows.append((what, f"MFU >= {goal:.0%}", f"{predicted['mfu']:.1%}", found))
-    return table("what | goal | predicted | measured", rows)
+        rows.append((what, f"MFU >= {goal:.0%}", *(f"{mfu:.1%}" for mfu in predicted), found))
+    return table("what | goal | predicted, H100 | H200 | measured", rows)
 
 
 @figure("experts.overlap")

@@ -4,8 +4,8 @@
 
 FOLDER is the OUT of scripts/gpu/STAGE.sh. Writes FOLDER/STAGE.json with device, versions, date, the
 command, limit, exit code and rows of every run, the JSON files of its tools, and for each run of
-pretrain_gpt.py measured step time, MFU and peak memory next to the prediction. Copy it to
-docs/results/gpu/. A rehearsal on a CPU is marked as such.
+pretrain_gpt.py measured step time, MFU and peak memory next to the prediction for that GPU. Copy it
+to docs/results/gpu/. A rehearsal on a CPU is marked as such.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import statistics
 import sys
 import tarfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stages import PREDICTIONS, Stage, stages_of
+from stages import HARDWARE, PREDICTIONS, Stage, stages_of
 
 OWN = ("rows.jsonl", "all.tgz", "report.txt")
 
@@ -30,7 +31,8 @@ def tool_files(archive: Path) -> dict[str, Any]:
         for member in tar.getmembers():
             name = member.name.removeprefix("./")
             if "/" not in name and name.endswith(".json") and member.isfile():
-                found[name] = json.load(tar.extractfile(member))
+                with suppress(ValueError):  # a killed tool did not finish it
+                    found[name] = json.load(tar.extractfile(member))
     return found
 
 
@@ -77,19 +79,20 @@ def record(stage: str, folder: Path) -> dict[str, Any]:
         else:
             run |= {name: entry[name] for name in ("exit_code", "seconds", "limit")}
     facts = (by_run.pop("facts", {}).get("rows") or [{}])[0]
-    is_gpu = facts.get("device", "cpu") != "cpu"
-    predictions = json.loads(PREDICTIONS.read_text())["rows"] if is_gpu else {}
+    device = facts.get("device", "unknown")  # where the stage `facts` was killed
+    hardware = next((name for name in HARDWARE if name.upper() in device), None)
+    predictions = json.loads(PREDICTIONS.read_text())["rows"]
     for name, run in by_run.items():
         if name in commands:
             run["command"] = commands[name].words
-        predicted = predictions.get(f"{stage}/{name}")
+        predicted = predictions.get(f"{hardware}/{stage}/{name}")
         found = measured(run["rows"])
         if found and predicted:
             run |= held_against(found, predicted)
     return {
         "stage": stage,
         **facts,
-        "kind": "measurement" if is_gpu else "rehearsal",
+        "kind": "rehearsal" if device == "cpu" else "measurement",
         "runs": by_run,
         "files": tool_files(folder / "all.tgz"),
     }

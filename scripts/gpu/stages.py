@@ -24,7 +24,7 @@ PREDICTIONS = RESULTS / "predictions.json"
 # in the order to run
 SCRIPTS = ("first", "settle", "peers", "memory", "features", "text", "faster")
 PROGRAM = "pretrain_gpt.py"
-HARDWARE = "h100"
+HARDWARE = ("h100", "h200")  # a device whose name has it is held against its predictions
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def stages_of(script: str, **environ: str) -> list[Stage]:
     return [Stage(name, int(limit), words) for name, limit, *words in rows]
 
 
-def predict(flags: list[str]) -> dict[str, Any]:
+def predict(hardware: str, flags: list[str]) -> dict[str, Any]:
     """Step time, MFU and peak memory of one rank's run with these flags."""
     from megatron.tools._plan.hardware import load_hardware
     from megatron.tools._plan.memory import MemoryPlan
@@ -69,7 +69,7 @@ def predict(flags: list[str]) -> dict[str, Any]:
 
     config, vocab_size, ranks = asked([*flags, "--world-size", "1"])
     memory = MemoryPlan(resolve(config, ranks, vocab_size).config, vocab_size, ranks, "cuda")
-    found = estimate(memory, load_hardware(HARDWARE)).written()
+    found = estimate(memory, load_hardware(hardware)).written()
     return {
         "step_s": round(found["step_s"], 4),
         "tokens_per_s": round(found["tokens_per_s_per_gpu"]),
@@ -79,14 +79,15 @@ def predict(flags: list[str]) -> dict[str, Any]:
 
 
 def predictions() -> dict[str, Any]:
-    """Of every run of one rank, by script/stage."""
+    """Of every run of one rank, by hardware/script/stage."""
     rows = {
-        f"{script}/{stage.name}": predict(stage.flags())
+        f"{hardware}/{script}/{stage.name}": predict(hardware, stage.flags())
+        for hardware in HARDWARE
         for script in SCRIPTS
         for stage in stages_of(script)
         if stage.flags() is not None and stage.ranks() == 1
     }
-    return {"by": f"tools/plan.py step --hardware {HARDWARE}", "rows": rows}
+    return {"by": "tools/plan.py step --hardware NAME", "rows": rows}
 
 
 def described(script: str) -> str:
@@ -97,7 +98,7 @@ def described(script: str) -> str:
     if path.exists():
         found = json.loads(path.read_text())
         failed = [name for name, run in found["runs"].items() if run.get("exit_code")]
-        state = f"{found['device']}, {found['date']}"
+        state = ", ".join(found.get(name, f"unknown {name}") for name in ("device", "date"))
         state += f"; failed: {', '.join(failed)}" if failed else ""
     return f"{script:9} at most {limit / 60:.1f} minutes; {state}"
 

@@ -121,37 +121,53 @@ def test_a_part_of_a_script_is_rehearsed_and_recorded(tmp_path):
 
 def test_a_measurement_is_held_against_the_prediction(tmp_path, monkeypatch):
     (tmp_path / "plan.json").write_text(
-        json.dumps({"rows": {"first/ours": {"step_s": 0.8, "mfu": 0.5, "peak_gib": 48.0}}})
+        json.dumps({"rows": {"h200/first/ours": {"step_s": 0.8, "mfu": 0.5, "peak_gib": 48.0}}})
     )
+    (tmp_path / "unfinished.json").write_text('{"rows": [')
     monkeypatch.setattr(record, "PREDICTIONS", tmp_path / "plan.json")
     rows = [
         {"iteration": step, "iteration-time": seconds, "mem-max-allocated-bytes": 50 << 30}
         for step, seconds in ((5, 9.0), (10, 1.0), (15, 3.0))  # warm-up, steady, profiled
     ]
-    lines = [{"stage": "facts", "row": {"device": "NVIDIA H100"}}]
+    lines = [{"stage": "facts", "row": {"device": "NVIDIA H200"}}]
     lines += [{"stage": "ours", "row": row} for row in rows]
     lines.append({"stage": "ours", "exit_code": 0, "seconds": 30, "limit": 90})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "rows.jsonl").write_text(text + '{"stage": "ours", "ro')  # killed while writing
-    subprocess.run(["tar", "-czf", "all.tgz", "plan.json"], cwd=tmp_path, check=True)
+    subprocess.run(
+        ["tar", "-czf", "all.tgz", "plan.json", "unfinished.json"], cwd=tmp_path, check=True
+    )
     found = record.record("first", tmp_path)
-    assert found["kind"] == "measurement" and found["device"] == "NVIDIA H100"
+    assert found["kind"] == "measurement" and found["device"] == "NVIDIA H200"
     assert found["runs"]["ours"]["measured"] == {"step_s": 1.0, "peak_gib": 50.0}
     assert found["runs"]["ours"]["errors"] == {"step_s": -0.2, "peak_gib": -0.04}
-    assert found["files"]["plan.json"]["rows"]
+    assert found["files"].keys() == {"plan.json"}
+
+
+def test_a_window_whose_facts_are_missing_is_a_measurement(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"stage": "ours", "exit_code": 1, "seconds": 30, "limit": 90}) + "\n"
+    )
+    subprocess.run(["tar", "-czf", "all.tgz", "rows.jsonl"], cwd=tmp_path, check=True)
+    found = record.record("first", tmp_path)
+    assert found["kind"] == "measurement"
+    (tmp_path / "first.json").write_text(json.dumps(found))
+    monkeypatch.setattr(stages, "RESULTS", tmp_path)
+    assert stages.described("first").endswith("unknown device, unknown date; failed: ours")
 
 
 def test_predictions_are_those_of_the_plan():
     found = json.loads(stages.PREDICTIONS.read_text())["rows"]
     runs = {
-        f"{script}/{stage.name}": stage
+        f"{hardware}/{script}/{stage.name}": stage
+        for hardware in stages.HARDWARE
         for script in stages.SCRIPTS
         for stage in stages.stages_of(script)
         if stage.flags() is not None and stage.ranks() == 1
     }
     assert found.keys() == runs.keys(), "run python scripts/gpu/stages.py predict"
-    for name in ("first/ours", "features/experts", "memory/optimizer-offload"):
-        assert stages.predict(runs[name].flags()) == found[name]
+    for name in ("h200/first/ours", "h100/features/experts", "h200/memory/optimizer-offload"):
+        assert stages.predict(name.split("/")[0], runs[name].flags()) == found[name]
 
 
 def test_the_front_lists_the_scripts_and_refuses_what_it_cannot_run(tmp_path):
@@ -207,6 +223,16 @@ def test_a_check_that_hangs_is_reported_with_the_rows_it_had(load, monkeypatch, 
     note, *rows = capsys.readouterr().out.splitlines()
     fault = {"operator": "norm", "ok": False, "error": "killed: not done after 3 s"}
     assert note == "# ==== note" and [json.loads(line) for line in rows] == [row, fault]
+
+
+def test_a_check_that_cannot_begin_is_reported(load, monkeypatch, tmp_path, capsys):
+    checks = load("checks")
+    (tmp_path / "fails.py").write_text("import none_of_this_name\n")
+    monkeypatch.setattr(checks, "__file__", str(tmp_path / "fails.py"))
+    assert not checks.check_in_process("norm", time.monotonic() + 30)
+    found = json.loads(capsys.readouterr().out)
+    assert found["operator"] == "norm" and not found["ok"]
+    assert found["error"].startswith("exit code 1 ModuleNotFoundError")
 
 
 def test_only_wrong_rows_are_checked_again(tmp_path):
