@@ -427,6 +427,7 @@ def rounds(
         turn = index % len(order)
         for who in order[turn:] + order[:turn]:
             if time.monotonic() > rule.until:
+                print(f"# {name}: the window is over", flush=True)
                 return
             wait_until_quiet(rule.quiet)
             try:
@@ -434,7 +435,7 @@ def rounds(
             except (OSError, RuntimeError) as error:
                 if not rule.drops_failing or who == "ours":
                     raise
-                print(f"{name}, {who} failed and is left out: {error}", flush=True)
+                print(f"# {name}, {who} failed and is left out: {error}", flush=True)
                 order.remove(who)
                 continue
             runs.append({"setting": name, "round": index, "who": who, **answer})
@@ -633,18 +634,17 @@ def machine() -> dict:
     import torch
 
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    vectors = [
-        name
-        for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16")
-        if torch.cpu.get_capabilities().get(name)
-    ]
+    commit = None
+    with suppress(OSError):  # git may be missing
+        command = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    # not in every torch
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    names = ("avx2", "avx512_f", "avx512_bf16", "amx_bf16")
     return {
         "cpu": model[1] if model else platform.processor(),
         "cores": os.cpu_count(),
-        "vectors": vectors,
+        "vectors": [name for name in names if capabilities.get(name)],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit,
@@ -755,6 +755,15 @@ def measure(args: argparse.Namespace) -> None:
                     args.out.parent.mkdir(parents=True, exist_ok=True)
                     args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document["rows"]))
+    asked = [
+        (name, peer)
+        for name, work in settings.items()
+        for peer in args.against
+        if PEERS[peer].takes(work)
+    ]
+    missing = {*asked} - {(row["setting"], row["peer"]) for row in document["rows"]}
+    if args.window and missing:
+        sys.exit(f"no row of {', '.join(sorted(peer for _, peer in missing))}")
 
 
 if __name__ == "__main__":

@@ -190,6 +190,25 @@ def test_a_window_ends_in_time_and_leaves_out_a_peer_that_fails(
     assert "Liger" not in {run["who"] for run in runs}
 
 
+def test_a_window_without_a_row_of_a_peer_fails(monkeypatch, tmp_path, capsys):
+    def run(who: str, *_: object) -> dict:
+        if who != "ours":
+            raise RuntimeError("it fails")
+        return {"tokens_per_second": 1.0, "others_cores": 0.0, "losses": [5.0]}
+
+    def without_git(*_: object, **__: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(tool, "run", run)
+    monkeypatch.setattr(tool, "write_start", lambda *_: None)
+    monkeypatch.setattr(tool.subprocess, "run", without_git)
+    words = ["--settings", "125M on a GPU", "--against", "plain loop", "--pairs", "1"]
+    args = tool.parser_of_flags().parse_args([*words, "--window", "9", "--peers", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no row of plain loop"):
+        tool.measure(args)
+    assert "# 125M on a GPU, plain loop failed" in capsys.readouterr().out
+
+
 def test_every_program_is_started_with_kept_memory():
     """As our own process keeps it (megatron/distributed/setup.py), in both ways of starting."""
     show = "import os; {}print('TURN', os.environ['MALLOC_{}_THRESHOLD_'], flush=True)"
