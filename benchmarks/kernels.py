@@ -12,17 +12,16 @@ takes what has won.
 Parts (--parts), in this order until --minutes are used up; the rest is listed as not run:
 
 limits     a product of 8192 x 8192 matrices in bf16, and a copy of 1 GiB: what fractions below are
-of
-attention  heads of 64 and 128, causal and full, 16384 tokens in sequences of 1024 to 16384, 2048
-channels, and a layer of Llama 3 8B (32 query heads on 8 key heads in the fused projection): ours
-           (and with atomic sums of dq), torch's flash kernel held to equal bits (what
-           --deterministic-mode takes) and not, its cuDNN kernel, flex_attention. FLOPs as
-           everybody counts them: 4 b n s^2 d forward, half of it when causal, 2.5 times that
-           backward
+           of
+attention  a layer of Llama 3 8B (32 query heads on 8 key heads in the fused projection), then heads
+           of 64 and 128, causal and full, 16384 tokens in sequences of 2048 to 8192, 2048 channels:
+           ours (and with atomic sums of dq), torch's flash kernel held to equal bits (what
+           --deterministic-mode takes) and not, its cuDNN kernel; flex_attention for Llama 3 8B.
+           FLOPs as usual: 4 b n s^2 d forward, half of it when causal, 2.5 times that backward
 experts    products of experts, forward and of both gradients: ours, torch's in a loop, its grouped
            product
 memory     norms, rotary embedding, activations, 8-bit floats, dropout, cross-entropy, initial
-weights, AdamW and the gradient's norm: bytes that must be moved, by time
+           weights, AdamW and the gradient's norm: bytes that must be moved, by time
 
 Where a result is cheap to know, ours is compared with fp32 before it is timed; an error above the
 bound is a separate row, a fault. `predicted` was written before anything was measured. Times are
@@ -53,6 +52,7 @@ if not __package__:  # run as a file: this folder's `kernels` and `data` must hi
     sys.path[0] = str(ROOT)
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -66,6 +66,7 @@ from megatron.benchmarks.peers.kernel_cases import PARTS
 from megatron.benchmarks.peers.one_call import OneCall
 from megatron.kernels import lang
 
+torch._functorch.config.donated_buffer = False  # compiled graphs are differentiated repeatedly
 WARM_UP, REPETITIONS = 3, 20
 HEADER = (
     "| part | case | implementation | ms | rate | of the limit | |\n|---|---|---|---|---|---|---|"
@@ -111,6 +112,9 @@ class Bench:
         self.limits: dict[str, float] = {}  # unit -> measured best, per second
         self.once = OneCall(device, tiny)
 
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
     def measure(
         self,
         part: str,
@@ -139,7 +143,7 @@ class Bench:
             for name in implementations
         ]
         self.rows += rows
-        late = time.monotonic() > self.deadline
+        late = self.is_late()
         for turn in range(0 if late else 2 if self.tiny else WARM_UP + REPETITIONS):
             for row, call in zip(rows, implementations.values(), strict=True):
                 if row.fault is None:

@@ -5,11 +5,12 @@ fault, rows that were not run are marked.
 import json
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from megatron.benchmarks import kernels as tool
-from megatron.benchmarks.peers import one_call
+from megatron.benchmarks.peers import kernel_cases, one_call
 
 pytestmark = pytest.mark.full
 
@@ -30,6 +31,13 @@ def test_every_case_runs(tmp_path, monkeypatch, capsys):
     assert found["finished"]
     table = (tmp_path / "kernels.md").read_text()
     assert table.count("\n| memory |") + table.count("\n| experts |") == len(found["rows"]) - 2
+
+
+def test_no_case_of_attention_begins_after_the_deadline(monkeypatch):
+    monkeypatch.setattr(kernel_cases, "_attention_calls", mock.Mock(side_effect=AssertionError))
+    bench = tool.Bench(torch.device("cpu"), True, deadline=0.0)
+    tool.PARTS["attention"](bench)
+    assert {(row.role, row.fault) for row in bench.rows} == {("kernel", "not run: out of time")}
 
 
 def test_faults_are_rows():
