@@ -10,12 +10,12 @@ import socket
 import subprocess
 import tempfile
 import threading
+from contextlib import suppress
 from typing import Any
 
 PATIENCE = 300.0  # seconds for a turn
 # What megatron/distributed/setup.py asks of glibc for our own process: freed memory stays with a
-# process. Every
-# program that is compared gets it, through the environment.
+# process. Every program that is compared gets it, through the environment.
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": f"{2**31 - 1}", "MALLOC_TRIM_THRESHOLD_": f"{2**31 - 1}"}
 
 
@@ -62,8 +62,9 @@ class Group:
         rank ends instead.
         """
         for rank in self.ranks:
-            rank.stdin.write(what + "\n")
-            rank.stdin.flush()
+            with suppress(BrokenPipeError):  # of one that has ended: reported below
+                rank.stdin.write(what + "\n")
+                rank.stdin.flush()
         answers, lines = [], []
         patience = threading.Timer(PATIENCE, self.kill)
         patience.start()
@@ -101,6 +102,7 @@ class Group:
         self.kill()
         for rank in self.ranks:
             rank.wait()
-            rank.stdin.close()
+            with suppress(BrokenPipeError):
+                rank.stdin.close()
             rank.stdout.close()
         self.errors.close()
