@@ -313,7 +313,7 @@ the coefficient applied twice | sgd
 = megatron/optimizer/optimizer.py Optimizer.grad_sq_sum
 a norm without the vectors | gpt-files
     [shard[part] for part in self.counted[block]] => [shard[: max(
-        (end for end, each in block.layout.ranges if each.weight_decay > 0), default=0)]]
+        (end for end, each in block.layout.ranges if each.decay), default=0)]]
 the largest block's norm for the whole | llama
     return sum_of_squares(parts, =>
         parts = [max(parts, key=lambda part: part.square().sum())]
@@ -433,7 +433,7 @@ the last loss of an interval for its mean | sgd
 the norm of the weights without vectors | llama
     (part for _, part in self._counted_weights()) =>
         [block.master[: max((end for end, each in block.layout.ranges
-        if each.weight_decay > 0), default=0)] for block in self.blocks]
+        if each.decay), default=0)] for block in self.blocks]
 = megatron/optimizer/optimizer.py Optimizer.count_zero_gradients
 zeros of the gradient with those of padding | llama
     for box, view in block.boxes(block.grad_shard) => count += (block.grad_shard == 0).sum()
