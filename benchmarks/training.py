@@ -720,16 +720,33 @@ def shared_memory() -> Path | None:
     return folder if is_large else None
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Run all pairs, keep every run in --out, and print the table."""
+def rule_of(args: argparse.Namespace) -> Rule:
+    """Which runs count as pairs, by which speed, and until when runs begin."""
     pairs = args.pairs or (ratio_rule.PAIRS if args.window else 3 * TURNS)
-    if args.cpu_time:
-        threads, rule = 1, Rule(pairs, math.inf, "tokens_per_cpu_second")
-    else:
-        threads, rule = args.threads, Rule(pairs, args.quiet, "tokens_per_second")
     if args.window:
         until = time.monotonic() + args.window
-        rule = Rule(pairs, math.inf, "tokens_per_second", until, True)
+        return Rule(pairs, math.inf, "tokens_per_second", until, True)
+    if args.cpu_time:
+        return Rule(pairs, math.inf, "tokens_per_cpu_second")
+    return Rule(pairs, args.quiet, "tokens_per_second")
+
+
+def peers_without_row(
+    settings: dict[str, Work], against: Sequence[str], rows: Sequence[dict]
+) -> list[str]:
+    """Peers that take the work of a setting and have no row of it, once for each such setting."""
+    asked = {
+        (name, peer)
+        for name, work in settings.items()
+        for peer in against
+        if PEERS[peer].takes(work)
+    }
+    return sorted(peer for _, peer in asked - {(row["setting"], row["peer"]) for row in rows})
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Run all pairs, keep every run in --out, and print the table."""
+    threads, rule = 1 if args.cpu_time else args.threads, rule_of(args)
     settings = {
         name: replace(SETTINGS[name], threads=max(1, threads // SETTINGS[name].processes))
         for name in args.settings
@@ -755,15 +772,9 @@ def measure(args: argparse.Namespace) -> None:
                     args.out.parent.mkdir(parents=True, exist_ok=True)
                     args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document["rows"]))
-    asked = [
-        (name, peer)
-        for name, work in settings.items()
-        for peer in args.against
-        if PEERS[peer].takes(work)
-    ]
-    missing = {*asked} - {(row["setting"], row["peer"]) for row in document["rows"]}
+    missing = peers_without_row(settings, args.against, document["rows"])
     if args.window and missing:
-        sys.exit(f"no row of {', '.join(sorted(peer for _, peer in missing))}")
+        sys.exit(f"no row of {', '.join(missing)}")
 
 
 if __name__ == "__main__":

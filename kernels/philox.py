@@ -61,17 +61,19 @@ def fill(
     rows: Sequence[Tensor],
     first_column: int,
     transform: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    blocks: Tensor | None = None,
 ) -> None:
     """Write the rectangle [rows, first_column : first_column + C] of a field, each word passed
     through `transform`, into out [R, C].
 
     `rows` are one to three int64 tensors [R], the row words; `transform` maps the four lanes to
-    four tensors of values.
+    four tensors of values. `blocks` [ceil(C / 4)]: columns divided by 4, of each four of them,
+    where these do not lie side by side; first_column is 0 then.
     """
-    columns = out.shape[1]
-    first_block, last_block = first_column // 4, -(-(first_column + columns) // 4)
-    blocks = torch.arange(first_block, last_block, device=out.device)
-    skip = first_column - 4 * first_block
+    columns, skip = out.shape[1], first_column % 4
+    if blocks is None:
+        last_block = -(-(first_column + columns) // 4)
+        blocks = torch.arange(first_column // 4, last_block, device=out.device)
     for part, words in _words(out, key, rows, blocks):
         values = torch.stack(list(transform(words)), dim=-1)  # [rows, blocks, lanes]
         part.copy_(values.flatten(1)[:, skip : skip + columns])
@@ -80,8 +82,8 @@ def fill(
 def _words(
     out: Tensor, key: Key, rows: Sequence[Tensor], blocks: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]]:
-    """Some rows of out [R, C], and the words at their counters (row words..., block, 0...), again
-    and again: as many as keep the words in the cache, where they are written out.
+    """Yield pieces of the rows of out [R, C], each with the words at its counters (row words...,
+    block, 0...): as many rows as keep the words in the cache, where they are written out.
     """
     row_count, step = out.shape[0], max(1, out.shape[0])
     if not torch.compiler.is_compiling() and not out.is_meta:
@@ -125,16 +127,11 @@ def keep_mask(
     key: Key, rows: Sequence[Tensor], columns: int, drop: float, blocks: Tensor | None = None
 ) -> Tensor:
     """Attention's dropout mask [R, columns] (bool, True = keep): an element is dropped when its
-    word is below drop x 2^32. `blocks` [ceil(columns / 4)]: columns divided by 4, of each four of
-    them, where these do not lie side by side.
+    word is below drop x 2^32. `blocks`: see `fill`.
     """
-    device, threshold = rows[0].device, round(drop * 2**32)
-    out = torch.empty(rows[0].shape[0], columns, dtype=torch.bool, device=device)
-    if blocks is None:
-        blocks = torch.arange(-(-columns // 4), device=device)
-    for part, words in _words(out, key, rows, blocks):
-        kept = torch.stack([word >= threshold for word in words], dim=-1)
-        part.copy_(kept.flatten(1)[:, :columns])
+    out = torch.empty(rows[0].shape[0], columns, dtype=torch.bool, device=rows[0].device)
+    threshold = round(drop * 2**32)
+    fill(out, key, rows, 0, lambda lanes: [lane >= threshold for lane in lanes], blocks)
     return out
 
 

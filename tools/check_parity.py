@@ -35,7 +35,7 @@ from typing import NamedTuple
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
-from megatron.tools.compare_runs import computed_rows, differences  # noqa: E402
+from megatron.tools.compare_runs import Rows, computed_rows, differences  # noqa: E402
 
 from megatron.config.arguments import dump_config, parse_arguments  # noqa: E402
 from megatron.config.errors import UserError
@@ -174,6 +174,23 @@ def train(layout: str, config_file: Path, folder: Path) -> Path:
     return metrics
 
 
+def rows_of_layouts(layouts: list[str], flags: list[str], steps: int) -> list[Rows]:
+    """Train two layouts, both of which are valid: the logged rows of each. Raises UserError."""
+    if len(layouts) != 2:
+        raise UserError(f"--layout: expected two, got {len(layouts)}")
+    config = shortened(parse_arguments(flags).config, steps, layouts)
+    with tempfile.TemporaryDirectory(prefix="check_parity_") as folder:
+        file = Path(folder, "config.json")
+        file.write_text(dump_config(config))
+        for layout in layouts:
+            ranks, words, *_ = read_layout(layout)
+            try:
+                resolve(parse_arguments(["--config", str(file), *words]).config, ranks, None)
+            except UserError as error:
+                raise UserError(f"--layout {layout!r} on {ranks} rank(s): {error}") from None
+        return [computed_rows(str(train(layout, file, Path(folder)))) for layout in layouts]
+
+
 def main(argv: list[str] | None = None) -> int:
     escape_unencodable()
     parser = argparse.ArgumentParser(
@@ -187,21 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="iterations to compare (default 20)")
     arguments, flags = parser.parse_known_args(argv)
     try:
-        if len(arguments.layout) != 2:
-            raise UserError(f"--layout: expected two, got {len(arguments.layout)}")
-        config = shortened(parse_arguments(flags).config, arguments.steps, arguments.layout)
-        with tempfile.TemporaryDirectory(prefix="check_parity_") as folder:
-            file = Path(folder, "config.json")
-            file.write_text(dump_config(config))
-            for layout in arguments.layout:
-                ranks, words, *_ = read_layout(layout)
-                try:
-                    resolve(parse_arguments(["--config", str(file), *words]).config, ranks, None)
-                except UserError as error:
-                    raise UserError(f"--layout {layout!r} on {ranks} rank(s): {error}") from None
-            rows = [
-                computed_rows(str(train(layout, file, Path(folder)))) for layout in arguments.layout
-            ]
+        rows = rows_of_layouts(arguments.layout, flags, arguments.steps)
     except (UserError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
