@@ -413,6 +413,11 @@ class Rule:
         return all(len(self.counted(runs, setting, peer)) >= self.pairs for peer in peers)
 
 
+def applicable_peers(peers: Sequence[str], work: Work) -> list[str]:
+    """The peers that can train this work."""
+    return [peer for peer in peers if PEERS[peer].takes(work)]
+
+
 def rounds(
     name: str, work: Work, peers: list[str], folder: Path, start: Path, rule: Rule, runs: list[dict]
 ) -> Iterator[int]:
@@ -421,7 +426,7 @@ def rounds(
 
     `folder` holds the peers' environments; the folder `start` is written first.
     """
-    order = ["ours", *(peer for peer in peers if PEERS[peer].takes(work))]
+    order = ["ours", *applicable_peers(peers, work)]
     write_start(start, work, our_flags(work))
     for index in range(3 * rule.pairs):
         turn = index % len(order)
@@ -459,7 +464,7 @@ def turns(
     # a clock begins after the first step
     count = 1 + work.warmup + TURNS * turn_steps(work)
     work = replace(work, steps=-(-count // work.warmup) * work.warmup)
-    order = ["ours", *(peer for peer in peers if PEERS[peer].takes(work))]
+    order = ["ours", *applicable_peers(peers, work)]
     write_start(start, work, our_flags(work))
     commands = {who: command_of(who, work, folder, start, in_turns=True) for who in order}
     for first in range(0, 3 * rule.pairs, TURNS):
@@ -484,7 +489,7 @@ def turns_of_a_start(
     """Start all programs and give each TURNS turns, in rounds from `first` on: (round, run). The
     runs of the last round come at the end, with the losses of all steps.
     """
-    order, rounds = [*commands], range(first, first + TURNS)
+    order, indices = [*commands], range(first, first + TURNS)
     groups: dict[str, Group] = {}
     last: dict[str, dict] = {}
     try:
@@ -495,13 +500,13 @@ def turns_of_a_start(
         # 1. The warm-up, then the turns: another program begins each round.
         losses = {who: one_turn(groups[who], work, work.warmup)[1] for who in order}
         wait_until_quiet(rule.quiet)
-        for index in rounds:
+        for index in indices:
             turn = index % len(order)
             for who in order[turn:] + order[:turn]:
                 speeds, more = one_turn(groups[who], work, turn_steps(work))
                 losses[who] += more
                 last[who] = {"who": who, **speeds, "losses": []}
-                if index != rounds[-1]:
+                if index != indices[-1]:
                     yield index, last[who]
 
         # 2. Peers report their losses when they end.
@@ -512,7 +517,7 @@ def turns_of_a_start(
         for group in groups.values():
             group.end()
     for who, run in last.items():
-        yield rounds[-1], run | {"losses": losses[who]}
+        yield indices[-1], run | {"losses": losses[who]}
 
 
 def one_turn(group: Group, work: Work, steps: int) -> tuple[dict, list[float]]:
@@ -736,10 +741,7 @@ def peers_without_row(
 ) -> list[str]:
     """Peers that take the work of a setting and have no row of it, once for each such setting."""
     asked = {
-        (name, peer)
-        for name, work in settings.items()
-        for peer in against
-        if PEERS[peer].takes(work)
+        (name, peer) for name, work in settings.items() for peer in applicable_peers(against, work)
     }
     return sorted(peer for _, peer in asked - {(row["setting"], row["peer"]) for row in rows})
 

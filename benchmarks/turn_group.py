@@ -62,7 +62,7 @@ class Group:
         rank ends instead.
         """
         for rank in self.ranks:
-            with suppress(BrokenPipeError):  # of one that has ended: reported below
+            with suppress(BrokenPipeError):  # a rank that has ended is reported below
                 rank.stdin.write(what + "\n")
                 rank.stdin.flush()
         answers, lines = [], []

@@ -3,7 +3,7 @@
 # Reads MASTER_ADDR, MASTER_PORT, RANKS_PER_NODE, PYTHON, FAILURES (a file that failing tasks add their exit codes to), LOGS (a folder for what each
 # rank writes, or nothing) and Slurm's own variables. It runs inside the container, where there is one, so that signals reach the ranks themselves.
 set -u
-# train.sbatch sends SIGUSR1 again and again: before a rank can handle it, it must not kill anything.
+# train.sbatch repeats SIGUSR1: it must not kill a rank that has no handler yet.
 trap '' USR1
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 way=$1

@@ -100,10 +100,10 @@ def gpu_goals() -> str:
         "settle/1.3B": ("1.3B parameters, 4 x 4 x 2,048 tokens", 0.5),
         "settle/125M": ("125M parameters, 4 x 16 x 1,024 tokens", 0.4),
     }
-    rows = []
+    predictions, rows = gpu_predicted(), []
     for name, (what, goal) in goals.items():
         measured = gpu_measured(name)
-        predicted = [gpu_predicted()[f"{gpu}/{name}"]["mfu"] for gpu in ("h100", "h200")]
+        predicted = [predictions[f"{gpu}/{name}"]["mfu"] for gpu in ("h100", "h200")]
         found = f"{measured['mfu']:.1%}" if "mfu" in measured else "awaiting GPU"
         rows.append((what, f"MFU >= {goal:.0%}", *(f"{mfu:.1%}" for mfu in predicted), found))
     return table("what | goal | predicted, H100 | H200 | measured", rows)

@@ -46,7 +46,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> GPTModel:
     dtype = compute_dtype(config.precision)
     if device.type == "cpu" and dtype == torch.float16:
         dtype = torch.float32
-    # The run chose its kernels for its own device.
+    # Reset kernel choices: the run made them for its own device.
     kernels: dict[str, Any] = {
         field.name: field.default
         for field in dataclasses.fields(config.model)

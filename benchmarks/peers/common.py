@@ -144,7 +144,7 @@ def parse_work(kind: type[Work] = Work) -> tuple[Work, Mapping[str, np.ndarray]]
 
 
 def tensor_of(start: Mapping[str, np.ndarray], *names: str) -> Tensor:
-    """Logical tensors of the start on top of each other; a single one is not copied."""
+    """Concatenate logical tensors of the start along dim 0; a single one is not copied."""
     parts = [torch.from_numpy(start[name]) for name in names]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -158,7 +158,7 @@ def serve(pipe: int) -> None:
         return
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # of all shards to come: the one that is meant may not have begun
+    # for all later shards too: the signal may arrive before the last save begins
     signal.signal(signal.SIGUSR2, lambda *_: setattr(WriteProgress, "limited", False))
     os.nice(NICE)
     trainer = Connection(pipe)

@@ -236,8 +236,8 @@ def _take_place(
 
 
 def _compared(manifest: JsonObject) -> dict[str, str]:
-    """What two checkpoints that are equal have in common, as texts. Where a run loads and saves,
-    and what it logs, is no part of that.
+    """The values that are equal in equal checkpoints, as JSON texts. The checkpoint and logging
+    settings are not compared.
     """
     values = {"tensors, or how they are cut into shards": manifest["shards"], **manifest["state"]}
     for group, fields in values.pop("config", {}).items():

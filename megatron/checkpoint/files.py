@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import ClassVar
 
 from xxhash import xxh3_128
 
@@ -141,7 +142,7 @@ class WriteProgress:
     iteration: int
     total: int
     rate: float | None = None
-    limited = True  # to the rate; no field: of all shards of the process
+    limited: ClassVar[bool] = True  # to `rate`; SIGUSR2 clears it for all shards of the process
 
     def __post_init__(self) -> None:
         self.done = 0

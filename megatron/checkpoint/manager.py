@@ -172,7 +172,7 @@ class CheckpointManager:
             self.ranks.gather_or_raise(self._start)
 
     def _start(self) -> None:
-        """Make the memory that the writer process reads, and start it. Raises CheckpointError."""
+        """Reserve the staging memory and start the writer process. Raises CheckpointError."""
         if self.local_checkpoints is None:
             try:
                 self.staging = Staging(self.background, self.memory, self.ranks.device)
@@ -292,11 +292,14 @@ class CheckpointManager:
             self.background.send({"bytes": size})
 
     def _check_commit(self, attempt: Attempt) -> None:
-        """Wait for the commit. A process that dies after it, deleting others, fails no save."""
+        """Wait for the commit. If the process dies after it, while it deletes older checkpoints,
+        only log that: the save is complete.
+        """
         try:
             self.background.result()
         except CheckpointError:
-            process, saved = self.background.process, None
+            process = self.background.process
+            saved = None
             with suppress(CheckpointError):
                 saved = read_manifest(self.root / iteration_folder(attempt.iteration))["attempt"]
             if saved != attempt.name or process is None or process.poll() is None:

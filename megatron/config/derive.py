@@ -199,11 +199,11 @@ class RunView:
 
     @property
     def dense_mlps(self) -> bool:
-        """Whether some tokens of a model with experts pass an MLP that is not one of these."""
+        """Whether a model with experts also has dense layers or a shared expert."""
         with suppress(UserError):
             of_experts = expert_pattern(self.moe_layer_freq, self.num_layers or 1)
             return not all(of_experts) or self.moe_shared_expert_intermediate_size is not None
-        return True  # a fault
+        return True  # invalid --moe-layer-freq: reported by its own rule
 
     @property
     def rescales_scores(self) -> bool:

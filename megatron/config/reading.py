@@ -197,10 +197,10 @@ def _read_flat(reading: Reading, content: dict[str, Any]) -> None:
 
 def _words(option: Option | None, value: Any) -> list[str]:
     """The words that a command line would have: a text is several, unless the flag takes one."""
-    if isinstance(value, str) and option is not None and option.many:
-        value = re.sub(r"^\[(.*)\]$", r"\1", value.strip())  # as Megatron-LM's functional tests
-    is_text = isinstance(value, str) or (option is not None and option.kind is str)
-    if option is not None and not option.many and is_text:
+    is_text = isinstance(value, str)
+    if option is not None and not option.many and (is_text or option.kind is str):
         return [as_word(value)]
+    if option is not None and option.many and is_text:
+        value = re.sub(r"^\[(.*)\]$", r"\1", value.strip())  # as Megatron-LM's functional tests
     items = value if isinstance(value, list) else [value]
     return [word for item in items for word in as_word(item).split() or [""]]

@@ -308,11 +308,12 @@ def _fp8(run: RunView) -> Faults:
     for each in wide:
         # the parts on a rank are shorter than in one process, and no block holds rows of two
         units = unit * (each.parts if unit == BLOCK else 1), unit
-        for size, least, what in zip(each.on_rank(run.tp), units, ("outputs", "inputs")):
-            if size % least:
+        sizes = each.on_rank(run.tp)
+        for size, divisor, what in zip(sizes, units, ("outputs", "inputs"), strict=True):
+            if size % divisor:
                 yield (
                     f"@fp8_format: {each.name} has {size} {what} on each tensor-parallel rank, and "
-                    f"@fp8_recipe needs a multiple of {least}; change "
+                    f"@fp8_recipe needs a multiple of {divisor}; change "
                     "--tensor-model-parallel-size or the width"
                 )
     if run.num_query_groups < run.tp and any(each.name == "attention.qkv" for each in wide):
@@ -476,9 +477,10 @@ def _load(run: RunView) -> Faults:
         yield f"@load: {foreign}"
     is_own = run.save is not None and os.path.realpath(run.load) == os.path.realpath(run.save)
     if not os.path.isdir(run.load) and (not is_own or run.exit_on_missing_checkpoint):
-        text = "for a first start give the same folder as --save, or drop --load"
-        text = "for a first start drop --exit-on-missing-checkpoint" if is_own else text
-        yield f"@load: no such folder; {text}"
+        fix = "give the same folder as --save, or drop --load"
+        if is_own:
+            fix = "drop --exit-on-missing-checkpoint"
+        yield f"@load: no such folder; for a first start {fix}"
 
 
 @rule("")

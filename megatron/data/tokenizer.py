@@ -290,7 +290,7 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
     model = importlib.import_module("tiktoken").Encoding(
         path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
-    # cl100k_base skips the id before its end of document: an id without a token is no text
+    # ids without a token decode to nothing; cl100k_base has one before its end of document
     known = {*ranks.values(), *special.values()}
 
     def encode(texts: list[str]) -> Encoded:

@@ -363,8 +363,8 @@ def start_reduce_scatter(
     rank's part of a contiguous x.
 
     `reduce_dtype`: the dtype in which parts are sent (default: that of x); they are rounded to it,
-    over NCCL the sum is too. `workspace`: bytes that it may take on Gloo in addition to x and out,
-    ROUND_BYTES or more (default: half of what is reduced).
+    and over NCCL so is the sum. `workspace`: bytes that it may take on Gloo in addition to x and
+    out, ROUND_BYTES or more (default: half of what is reduced).
     """
     if axis.size == 1:
         return Handle([], x if out is None else out)

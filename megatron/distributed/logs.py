@@ -14,12 +14,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from megatron.distributed.peers import MAX_CLONES
+from megatron.distributed.peers import own_connection
 
 LOGGED = "megatron", "py.warnings"  # names of loggers
 DEDUP_S = 5.0  # seconds that rank 0 has to log the same text
@@ -97,9 +96,8 @@ def job_log() -> Iterator[None]:
     """Inside, this process logs as its rank in the job does."""
     handler = JobHandler()
     if dist.is_initialized() and dist.get_world_size() > 1:
-        # on a separate connection, of which the store's host can hold a limited number
-        default: Any = dist.distributed_c10d._get_default_store()
-        own = default.clone() if dist.get_world_size() <= MAX_CLONES else default
+        default = dist.distributed_c10d._get_default_store()
+        own = own_connection(default, dist.get_world_size())
         handler = JobHandler(dist.get_rank(), PrefixStore("log", own))
     handler.setFormatter(LineFormatter())
     loggers = [logging.getLogger(name) for name in LOGGED]

@@ -37,6 +37,13 @@ MAX_CLONES = 256  # ranks of a job in which heartbeats and the log have their ow
 MAX_OBSERVERS = 1024  # ranks of a job in which each looks at the others; else rank 0 alone
 
 
+def own_connection(store: Any, world: int) -> Store:
+    """A separate connection to the store; in a large job the store itself, since its host can hold
+    a limited number of them.
+    """
+    return store.clone() if world <= MAX_CLONES else store
+
+
 def run_for(seconds: float, part: Callable[[], Any]) -> list[Any]:
     """What `part` returns or raises in a thread; empty when it has not ended after `seconds`."""
     ended: list[Any] = []
@@ -109,9 +116,7 @@ class Peers:
         """Start the heartbeats. `holder` hosts the store."""
         self.rank, self.world, self.holder = rank, world, holder
         self.num_silent, self.over = 0, threading.Event()
-        # a separate connection, which nothing blocks; the host can hold a limited number of them
-        own = store.clone() if world <= MAX_CLONES else store  # type: ignore[attr-defined]
-        self.store = PrefixStore("reports", own)
+        self.store = PrefixStore("reports", own_connection(store, world))  # nothing blocks it
         self.report()
         threading.Thread(target=self._run, args=(self.over,), daemon=True).start()
 

@@ -129,8 +129,8 @@ class StragglerWatch:
             # slow in both halves: not for a while only
             halves = np.median(excess.reshape(2, WINDOW // 2, len(ranks)), axis=1)
             is_far &= halves.min(0) >= bound / 2
-        if self.threshold and len(ranks) >= MANY:
-            is_far &= means >= APART * NORMAL * medians_of_others(np.abs(means))
+            if len(ranks) >= MANY:
+                is_far &= means >= APART * NORMAL * medians_of_others(np.abs(means))
         return [
             Straggler(ranks[at], float(means[at]), SECTIONS[int(lost[at].argmax())])
             for at in np.flatnonzero(is_far)

@@ -452,7 +452,7 @@ def faults(case: Case, worlds: Worlds) -> list[str]:
         return [str(error)]
     before = SAVED if case.is_resumed else 0
     if case.is_narrow:
-        layers = int(case.flags[case.flags.index("--num-layers") + 1])
+        layers = last_number(case.flags, "--num-layers")
         bound, floor = narrow_bound(case.precision, layers), 0.1 * UNIT_ROUNDOFF[case.precision]
         # tensor-parallel ranks add up outputs that each has rounded
         factor = compare.ROUNDED_FACTOR * math.sqrt(case.most("tp"))

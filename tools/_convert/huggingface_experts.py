@@ -110,7 +110,7 @@ def _our_deepseek(
     method = config.get("topk_method") or "greedy"
     groups = config.get("n_group", family.defaults.get("n_group")) or 1
     if _is_softmax(family) and method == "greedy":
-        groups = 1  # which it ignores
+        groups = 1  # greedy ignores n_group
     shared = _given(family, config, "n_shared_experts") or 0
     normalizes = _given(family, config, "norm_topk_prob")
     if shared == 0:

@@ -140,7 +140,7 @@ def _in_files(rules: list[Rule], shapes: Shapes, dtype: torch.dtype) -> list[lis
 
 
 def _stored_dtype(rule: Rule, dtype: torch.dtype) -> torch.dtype:
-    """At least fp32 for the bias of experts, whose steps 16 bits lose; so does transformers."""
+    """At least fp32 for the expert bias, as in transformers: its steps are lost in 16 bits."""
     if rule.theirs.endswith(EXPERT_BIAS) and dtype.itemsize < 4:
         return torch.float32
     return dtype

@@ -48,7 +48,7 @@ class MpRanks:
             ranks = f"{self.pp * self.tp} ranks (tp {self.tp}, pp {self.pp}) are numbered"
             raise CheckpointError(f"{folder}: has {len(found)} files mp_rank_*/{FILE}; {ranks}")
         self.files = {key: read_torch_file(path) for key, path in found.items()}
-        # Without pipeline stages a second number is that of experts.
+        # Without pipeline stages, a second number in the folder name is the expert rank.
         args = state_of(self.files[0, 0].get("args"))
         if args.get("expert_model_parallel_size") not in (None, 1):
             raise CheckpointError(f"{folder}: ranks of experts have no counterpart here")

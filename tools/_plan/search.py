@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from operator import mul
 from typing import Any
@@ -28,7 +28,7 @@ from megatron.tools._plan.verdict import RESERVE, judge
 
 from megatron.config.derive import derive
 from megatron.config.errors import ArgumentErrors, UserError
-from megatron.config.groups import GROUPS, Config
+from megatron.config.groups import Config
 from megatron.config.metadata import flag_name
 from megatron.config.options import FIELDS
 from megatron.config.stages import AUTO
@@ -38,8 +38,6 @@ from megatron.model.stages import Stage
 from megatron.parallel.schedule import Kind, build_schedule
 
 Change = dict[str, Any]  # values by the name of a field of the configuration
-
-GROUP_OF = {each.name: name for name, group in GROUPS.items() for each in fields(group)}
 
 FULL: Change = {"recompute_granularity": "full"}
 SELECTIVE: Change = {"recompute_granularity": "selective"}
@@ -139,7 +137,7 @@ def changed(config: Config, change: Change) -> Config:
     """The configuration with these values."""
     groups: dict[str, Change] = {}
     for name, value in change.items():
-        groups.setdefault(GROUP_OF[name], {})[name] = value
+        groups.setdefault(FIELDS[name].group, {})[name] = value
     for group, values in groups.items():
         config = config.with_fields(group, **values)
     return config
@@ -150,7 +148,7 @@ def without_chosen(config: Config) -> tuple[Config, list[str]]:
     given = {
         name: FIELDS[name].default
         for name in CHOSEN
-        if getattr(getattr(config, GROUP_OF[name]), name) != FIELDS[name].default
+        if getattr(getattr(config, FIELDS[name].group), name) != FIELDS[name].default
     }
     return changed(config, given), [*map(flag_name, given)]
 

@@ -64,7 +64,7 @@ def check_host_memory(plan: MemoryPlan, memory: float | None, ranks: int) -> Non
 
 
 def is_refused(plan: MemoryPlan, stage: int, granularity: str | None) -> bool:
-    """Whether the program refuses the run with this stage of ZeRO and --recompute-granularity."""
+    """Whether this ZeRO stage and --recompute-granularity add a configuration error."""
     config = plan.config.with_fields("distributed", zero_stage=stage)
     if granularity != config.training.recompute_granularity:
         # modules go with the granularity that they are modules of

@@ -225,12 +225,12 @@ class _Ranges:
     def __init__(self, events: Iterable[Event]):
         self.events = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
         self.begins = [event["ts"] for event in self.events]
-        self.outer: list[int] = []  # of each range: the one that it begins in; -1: none
+        self.outer: list[int] = []  # index of the range that encloses each range; -1: none
         for place, begin in enumerate(self.begins):
             self.outer.append(self._open(place - 1, begin))
 
     def _open(self, place: int, moment: float) -> int:
-        """The innermost range that is open, of those begun up to `place`; -1: none is."""
+        """Index of the innermost range open at `moment`, of those up to `place`; -1: none."""
         while place >= 0 and _interval(self.events[place])[1] < moment:
             place = self.outer[place]
         return place

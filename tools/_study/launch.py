@@ -26,7 +26,7 @@ from megatron.config.errors import UserError
 PROGRAM = Path(find_spec("pretrain_gpt").origin)  # in a checkout and where it is installed
 CHECKOUT = PROGRAM.parent
 TIMED_OUT = "TIMEOUT"  # Slurm's word for it, used for local runs too
-COMMAND_SECONDS = 60  # that a program of Slurm may take to answer
+COMMAND_SECONDS = 60  # timeout of a Slurm command
 # in which Slurm may be asked again how a job has ended; by default it forgets after as many
 PATIENCE_SECONDS = 300
 
@@ -265,7 +265,7 @@ class SlurmLauncher:
 class _SlurmRun:
     def __init__(self, run: StudyRun, job: str) -> None:
         self._study_run, self._job = run, job
-        self._gone_at: float | None = None  # when it was first missing in the queue
+        self._gone_at: float | None = None  # when squeue first no longer listed the job
 
     def poll(self) -> Ending | None:
         queued = _slurm("squeue", "--noheader", f"--jobs={self._job}", "--format=%T")
@@ -312,7 +312,7 @@ class _SlurmRun:
 
 
 def _slurm(*command: str) -> subprocess.CompletedProcess:
-    """The answer of a program of Slurm; exit code 1 where its controller does not give one."""
+    """Run a Slurm command; a timeout gives exit code 1."""
     try:
         return subprocess.run(
             command, cwd=CHECKOUT, capture_output=True, text=True, timeout=COMMAND_SECONDS
