@@ -208,9 +208,8 @@ def training_experts_apart() -> str:
 
 
 FIGURES["training.one-process"] = lambda: table(EXPERTS, steps("training_cpu", ""))
-FIGURES["training.dp2"] = lambda: table(EXPERTS, steps("training_cpu_dp2", ""))
-FIGURES["training.tp2"] = lambda: table(
-    STEPS, [row for row in steps("training_cpu_tp2") if str(row[0]).startswith("tp2")]
+FIGURES["training.two-processes"] = lambda: table(
+    EXPERTS, [*steps("training_cpu_dp2", ""), *steps("training_cpu_tp2", "")]
 )
 FIGURES["training.pipeline"] = lambda: table(STEPS, steps("training_cpu_pipeline"))
 
