@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.boxes import Dims, intersect, shapes_of, tiles
+from megatron.checkpoint.boxes import Dims, intersect, tiles
 from megatron.checkpoint.fetch import BATCH, Fetcher, Range
 from megatron.checkpoint.manifest import (
     ITEM_BYTES,
@@ -174,9 +174,7 @@ class Index:
         record = self.manifest["shards"][number]
         shard = ShardFile(self.path, number, record, len(header), chunk)
         self.shards.append(shard)
-        for name, shape, dtype, offset, extent, start in decode_header(
-            header, shard.data_bytes, shard.path
-        ):
+        for name, shape, dtype, offset, extent, start in decode_header(header, shard.path):
             if name not in self.tensors:
                 self.tensors[name] = StoredTensor(shape, dtype, self.shards, array("q"))
             stored = self.tensors[name]
@@ -196,9 +194,9 @@ class Index:
                     f"{list(stored.shape)} exactly once"
                 )
         missing = [
-            f"{name} {list(shape)}"
-            for name, shape in shapes_of(self.state.get("tensors", {})).items()
-            if name not in self.tensors or self.tensors[name].shape != shape
+            f"{name} {shape}"
+            for name, shape in self.state.get("tensors", {}).items()
+            if name not in self.tensors or self.tensors[name].shape != tuple(shape)
         ]
         if missing:
             raise CheckpointError(

@@ -345,6 +345,8 @@ def saved_schedule(saved: dict[str, Any]) -> ParamSchedule:
             "state.schedule is not what a run writes there: it has one of decoupled_max_lr and "
             "decoupled_min_lr"
         )
+    if schedule.style not in FIELDS["lr_decay_style"].choices:
+        raise InputError(f"state.schedule.style is {schedule.style!r}, which this version lacks")
     return schedule
 
 

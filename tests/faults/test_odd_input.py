@@ -16,7 +16,7 @@ from campaigns.odd_input.odd_input import campaigns
         ("jsonl", 40),
         ("tokenizers", 12),
         ("index", 60),
-        ("checkpoints", 60),
+        ("checkpoints", 300),
         ("pickles", 150),
     ],
 )

@@ -5,9 +5,7 @@ checkpoint stays loadable.
 from __future__ import annotations
 
 import errno
-import json
 import os
-import random
 import shutil
 
 import pytest
@@ -15,15 +13,9 @@ from checkpoint_cases import example, flip, loads, pairs, same_bits, save_in_sha
 from logged import silently
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.manifest import (
-    CheckpointError,
-    decode_header,
-    decode_manifest,
-    encode_header,
-)
+from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.config.groups import Config
 
 STATE = {"iteration": 2, "consumed_samples": 16}
 
@@ -45,56 +37,6 @@ def load_all(root) -> None:
     with open_checkpoint(root) as checkpoint:
         for name in checkpoint.names:
             checkpoint.read_tensor(name)
-
-
-def campaign(root, path, flips: int) -> list[str]:
-    """Flip one random bit at a time; list the flips that were not refused with the damaged file
-    (and tensor) named.
-    """
-    rng, missed = random.Random(1), []
-    files = sorted(path.iterdir())
-    for number in range(flips):
-        file = files[number % len(files)]
-        raw = file.read_bytes()
-        at, low, tensor = 0, 0, ""
-        # half of a shard's flips in its data; the header takes more bytes here
-        if file.suffix == ".safetensors" and number % 2:
-            low = 8 + int.from_bytes(raw[:8], "little")
-        at = rng.randrange(low, len(raw))
-        if low:
-            entries = decode_header(raw[:low], len(raw) - low, file)
-            starts = {entry.start: entry.name for entry in entries}
-            tensor = starts[max(start for start in starts if start <= at - low)]
-        flipped = bytearray(raw)
-        flipped[at] ^= 1 << rng.randrange(8)
-        file.write_bytes(flipped)
-        try:
-            load_all(root)
-            missed.append(f"{file.name} byte {at}: not noticed")
-        except CheckpointError as error:
-            if file.name not in str(error) or tensor not in str(error):
-                missed.append(f"{file.name} byte {at} {tensor}: not named in {error}")
-        file.write_bytes(raw)
-    load_all(root)
-    return missed
-
-
-def test_every_bit_flip_is_refused(tmp_path, two):
-    assert campaign(tmp_path, two, 120) == []
-
-
-def test_truncated_at_any_length(tmp_path, two):
-    rng = random.Random(2)
-    for file in sorted(two.iterdir()):
-        raw = file.read_bytes()
-        for size in {0, 1, 7, 8, len(raw) - 1, *(rng.randrange(len(raw)) for _ in range(12))}:
-            file.write_bytes(raw[:size])
-            with pytest.raises(CheckpointError, match=file.name):
-                load_all(tmp_path)
-        file.write_bytes(raw + b"\0")
-        with pytest.raises(CheckpointError, match=file.name):
-            load_all(tmp_path)
-        file.write_bytes(raw)
 
 
 def harm(two, root, how: str) -> str:
@@ -173,66 +115,15 @@ def test_foreign_and_swapped_shards(tmp_path, two):
     load_all(tmp_path)
 
 
-def forge(path, change) -> None:
-    """Rewrite a manifest as an attacker would: changed, with a right digest."""
-    content = decode_manifest((path / "MANIFEST.json").read_bytes(), path)
-    change(content)
-    (path / "MANIFEST.json").write_bytes(manifest.encode_manifest(content))
-
-
-def header(change, data: int = 8) -> bytes:
-    raw = encode_header(
-        [("a@0", "F32", (1,)), ("b@0", "F32", (1,))], {"shapes": '{"a": [1], "b": [1]}'}
-    )
-    content = json.loads(raw[8:])
-    change(content)
-    return raw[:8] + json.dumps(content).encode()
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda h: h["a@0"].update(dtype="OBJ"), "a@0: dtype 'OBJ' is not one of F64"),
-        (
-            lambda h: h["a@0"].update(shape=[10**12]),
-            "lies at bytes 0 to 4, not at 0 to 4000000000000",
-        ),
-        (lambda h: h["a@0"].update(shape=[-1], data_offsets=[0, -4]), "natural number"),
-        (lambda h: h["a@0"].update(data_offsets=[4, 8]), "lies at bytes 4 to 8, not at 0 to 4"),
-        (lambda h: h.pop("b@0"), "end at byte 4"),
-        (lambda h: h["a@0"].pop("shape"), "KeyError: 'shape'"),
-        (lambda h: h.update({"a@-1": h.pop("a@0")}), "'a@-1' is not of the form name@offsets"),
-        (
-            lambda h: h.update({"a@0,0": h.pop("a@0")}),
-            r"dimensions: offset \[0, 0\], extent \[1\], shape \[1\]",
-        ),
-        (
-            lambda h: (
-                h["a@0"].update(dtype="BF16", data_offsets=[0, 2]),
-                h["b@0"].update(data_offsets=[2, 6]),
-            ),
-            "b@0: byte 2 is not a multiple of 4",
-        ),
-    ],
-)
-def test_malformed_headers(tmp_path, change, text):
-    with pytest.raises(CheckpointError, match=text):
-        decode_header(header(change), 8, tmp_path)
-    entries = decode_header(header(lambda h: None), 8, tmp_path)
-    assert [(entry.name, entry.offset, entry.start) for entry in entries] == [
-        ("a", (0,), 0),
-        ("b", (0,), 4),
-    ]
-
-
-def test_json_that_is_nested_deeply_is_an_error_and_no_crash(tmp_path):
-    deep = b"[" * 100_000
-    for decode in (
-        lambda: decode_manifest(manifest._frame(deep), tmp_path),
-        lambda: decode_header(bytes(8) + deep, 8, tmp_path),
-    ):
-        with pytest.raises(CheckpointError, match="nested deeper"):
-            decode()
+def test_another_version_is_refused(two):
+    file = two / manifest.MANIFEST
+    content = manifest.decode_manifest(file.read_bytes(), file) | {"version": 2}
+    file.write_bytes(manifest.encode_manifest(content))
+    with pytest.raises(CheckpointError, match="has format .* version 2; this program reads"):
+        Checkpoint(two)
+    header = manifest.encode_header([("a@0", "F32", (1,))], {"shapes": '{"a": [1]}'})
+    with pytest.raises(CheckpointError, match="a@0: dtype 'F8!' is not one of F64, F32, BF16, F16"):
+        manifest.decode_header(header.replace(b"F32", b"F8!"), two)
 
 
 def test_a_file_that_is_truncated_while_it_is_open(two):
@@ -275,90 +166,3 @@ def test_choosing_an_iteration(tmp_path, two):
     two.rename(tmp_path / "iter_0000005")
     with pytest.raises(CheckpointError, match=r"manifest is of iteration 2.*--ckpt-step 1\."):
         open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["MANIFEST.json", "shard-00001.safetensors"])
-def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, two, name):
-    (two / name).unlink()
-    os.mkfifo(two / name)
-    with pytest.raises(
-        CheckpointError,
-        match=rf"{name}: is a named pipe \(FIFO\), not a regular file|{name}: has 0 bytes",
-    ):
-        open_checkpoint(tmp_path)
-
-
-RUN_STATE = {
-    "config": Config().to_dict(),
-    "vocab_size": 10,
-    "iteration": 2,
-    "consumed_samples": 4,
-    "evaluation_due": False,
-    "tokenizer": "a",
-    "optimizer_steps": 2.0,
-    "scaler": {"scale": 1.0, "clean_steps": 0, "hysteresis": 2},
-    "schedule": {"max_lr": 1.0, "style": "linear"},
-    "ledger": {
-        "segments": [
-            {
-                "first_sample": 0,
-                "sources": [{"id": "a", "name": "a", "share": 65536, "first_index": 0}],
-            }
-        ]
-    },
-    "versions": {"torch": "2"},
-    "tensors": {},
-}
-
-
-def state(change):
-    """The change of a manifest that changes its state."""
-    return lambda content: change(content["state"])
-
-
-FORGED = [
-    *(
-        (lambda c, n=name: c["shards"][0].update(file=n), "the name, size or digest of shard 0 is")
-        for name in ("../../x", "/etc/y", 7)
-    ),
-    (lambda c: c.update(version=2), "format 'sharded-safetensors' version 2"),
-    (lambda c: c.update(shards=[]), ""),
-    (lambda c: c.pop("state"), ""),
-    (lambda c: c["shards"][1].update(table_digest="00"), "digest of shard 1 is"),
-    (lambda c: c.update(left={"2": "0" * 16}), "left is not of later iterations"),
-    (lambda c: c.update(left={"9": 7}), ""),
-    (lambda c: c["shards"][1].update(bytes=None), ""),
-    (state(lambda s: s.update(consumed_samples=-1)), "state.consumed_samples is not"),
-    (state(lambda s: s.update(iteration=True)), "state.iteration is not"),
-    (
-        state(lambda s: s.update(scaler={"scale": 1e308, "clean_steps": 0, "hysteresis": 2})),
-        "state.scaler is not",
-    ),
-    (state(lambda s: s["schedule"].update(style="odd")), "state.schedule is not"),
-    (
-        state(lambda s: s["ledger"]["segments"][0]["sources"][0].update(share=1)),
-        "state.ledger is not",
-    ),
-    (state(lambda s: s.update(versions={"torch": 2})), "state.versions is not"),
-    (
-        state(lambda s: s["config"]["model"].update(num_layers="2")),
-        "state.config.model.num_layers is not",
-    ),
-    (
-        state(lambda s: s.update(tensors={"a": [1.5]})),
-        "the shape of a is not a list of natural numbers",
-    ),
-]
-
-
-def test_a_forged_manifest_is_refused(two):
-    """With the right digest; no name in it can point outside of its folder."""
-    forge(two, lambda content: content.update(state=RUN_STATE))
-    Checkpoint(two)  # the control
-    raw = (two / manifest.MANIFEST).read_bytes()
-    for change, fault in FORGED:
-        forge(two, change)
-        text = f"MANIFEST.json: not a manifest of this format: .*{fault}"
-        with pytest.raises(CheckpointError, match=text):
-            Checkpoint(two)
-        (two / manifest.MANIFEST).write_bytes(raw)
