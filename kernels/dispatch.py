@@ -32,7 +32,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "grouped-gemm": ("triton", "grouped-mm", "torch"),
     "init": ("triton", "torch"),
     "grad-norm": ("triton", "apex", "torch"),
-    "adam": ("triton", "apex", "torch-fused", "torch"),
+    "adam": ("triton", "apex", "torch-fused"),
 }
 # Attention kernels not yet shown to be faster on a GPU: modules imported only on request, with the
 # interface documented in candidates/gluon.py. One that is not 5% faster is deleted.

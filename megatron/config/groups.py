@@ -257,10 +257,10 @@ class OptimizerConfig:
 
     optimizer: Literal[*OPTIMIZERS] = flag("adam", change=STEPS)  # type: ignore[valid-type]
     """adam is AdamW (decoupled weight decay)."""
-    adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = kernel_flag(
+    adam_implementation: Literal["auto", "triton", "apex", "torch-fused"] = kernel_flag(
         idle_without="optimizer=adam"
     )
-    """AdamW kernel: ours in Triton, apex's FusedAdam, torch's fused kernel or plain loop."""
+    """AdamW kernel: ours in Triton, apex's FusedAdam or torch's fused kernel."""
     grad_norm_backend: ApexBackend = kernel_flag()
     """Implementation of the gradient norm, which is summed in float64 (apex: fp32)."""
     main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", needs="bf16", change=STEPS)

@@ -70,7 +70,6 @@ def vocabulary_matrix(
         (vocab_size, config.hidden_size),
         normal(config),
         is_gemm=False,
-        is_table=True,
         shard=Shard(0),
         # Tied: the first and the last pipeline stage hold copies, whose gradients are summed.
         copies="tied" if tied else None,
@@ -236,7 +235,6 @@ class TransformerLayer(Layer):
             (config.max_position_embeddings, config.hidden_size),
             normal(config),
             is_gemm=False,
-            is_table=True,
             **whole_on_every_rank(tp),
         )
         return Embedding(table)

@@ -92,7 +92,6 @@ class TensorSpec:
     group: str = "dense"
     decoupled_lr: bool = False
     expert: tuple[int, int] | None = None
-    is_table: bool = False  # rows are entries of the vocabulary, or positions
 
     def __post_init__(self) -> None:
         assert self.copies or not self.grad_sum, (

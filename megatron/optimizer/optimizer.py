@@ -3,7 +3,7 @@ updates, one norm, one fused pass a block.
 
 Blocks that are stepped on the host (offload.py) are not stepped at once: ZeRO carries out each of
 their steps before the block's weights are needed. Update rules act on slices, element by element
-(update.py); matrices.py has those of whole matrices. Called from training/step.py, once a step.
+(update.py). Called from training/step.py, once a step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Update rules on flat segments: AdamW (torch's fused kernel, torch's plain loop, NVIDIA apex,
-Triton) and SGD with momentum.
+"""Update rules on flat segments: AdamW (torch's fused kernel, NVIDIA apex, Triton) and SGD with
+momentum.
 
 Called from optimizer/optimizer.py, segment by segment.
 """
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.config.groups import OPTIMIZERS, OptimizerConfig
@@ -154,25 +153,6 @@ def _fused_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
     )
 
 
-def _loop_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
-    adamw(
-        [weight],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [at.steps_before.clone()],  # torch advances it in place
-        foreach=False,
-        amsgrad=False,
-        beta1=config.adam_beta1,
-        beta2=config.adam_beta2,
-        lr=at.lr,
-        weight_decay=at.weight_decay,
-        eps=at.eps,
-        maximize=False,
-    )
-
-
 def _apex_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
     # never run: apex was not installed on any machine of ours
     multi_tensor_adam, applier = apex.symbols("adam")
@@ -216,7 +196,6 @@ RULES: dict[str, dict[str, Implementation]] = {
         ),
         "apex": Implementation(_apex_adamw, on_host="torch-fused"),
         "torch-fused": Implementation(_fused_adamw, scales_grad=True, skips_on_device=True),
-        "torch": Implementation(_loop_adamw),
     },
     "sgd": {"torch-fused": Implementation(_sgd, skips_on_device=True)},
 }

@@ -13,9 +13,9 @@ LINES = {
     "megatron/config": 4762,
     "megatron/data": 1452,
     "megatron/distributed": 2317,
-    "megatron/model": 6129,
+    "megatron/model": 6126,
     "megatron/observe": 1163,
-    "megatron/optimizer": 1492,
+    "megatron/optimizer": 1338,
     "megatron/parallel": 3132,
     "megatron/training": 3654,
 }

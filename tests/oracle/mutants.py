@@ -292,7 +292,7 @@ weight decay without the rate | llama
 weight decay of vectors | gpt-files
     ParamGroup(first.decay, => ParamGroup(True,
 no weight decay of the vocabulary's matrices | llama
-    ParamGroup(first.decay, => ParamGroup(first.decay and not first.is_table,
+    ParamGroup(first.decay, => ParamGroup(first.decay and not first.decoupled_lr,
 = megatron/optimizer/update.py _sgd
 Nesterov's momentum | sgd
     nesterov=False => nesterov=True

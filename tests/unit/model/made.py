@@ -45,5 +45,5 @@ def table(
     rows: int, width: int, tp: TensorParallel = NO_TP, name: str = "table.weight"
 ) -> Embedding:
     """An embedding of `rows` rows, over all ranks."""
-    matrix = TensorSpec(name, (rows, width), DRAWN, is_table=True, shard=Shard(0))
+    matrix = TensorSpec(name, (rows, width), DRAWN, shard=Shard(0))
     return Embedding(ParameterSpec((matrix,)), tp)

@@ -20,7 +20,7 @@ LR, DECAY, COEFFICIENT = 1e-2, 0.1, 0.7
 NAMES = {FP32: "fp32", BF16: "bf16"}
 
 
-def rule_of(implementation="torch-fused", exp_avg=FP32, exp_avg_sq=FP32, **settings):
+def rule_of(exp_avg=FP32, exp_avg_sq=FP32, implementation="torch-fused", **settings):
     dtypes = {"exp_avg_dtype": NAMES[exp_avg], "exp_avg_sq_dtype": NAMES[exp_avg_sq]}
     return UpdateRule(OptimizerConfig(**dtypes, **settings), implementation)
 
@@ -91,14 +91,11 @@ def test_fp32_bits_are_those_of_one_call_on_the_whole_buffer(size, piece, monkey
 
 
 @pytest.mark.parametrize("grad, exp_avg, exp_avg_sq", DTYPES)
-@pytest.mark.parametrize("implementation", ["torch-fused", "torch"])
-def test_bits_do_not_depend_on_cuts_at_the_alignment(
-    implementation, grad, exp_avg, exp_avg_sq, monkeypatch
-):
+def test_bits_do_not_depend_on_cuts_at_the_alignment(grad, exp_avg, exp_avg_sq, monkeypatch):
     """Shards of 64, 576 and 393 elements, in pieces of 128, have the bits of one buffer in one
     piece.
     """
-    rule, size = rule_of(implementation, exp_avg, exp_avg_sq), 1033
+    rule, size = rule_of(exp_avg, exp_avg_sq), 1033
 
     def run(piece, cuts):
         monkeypatch.setattr(update, "PIECE", piece)
@@ -115,8 +112,7 @@ def test_bits_do_not_depend_on_cuts_at_the_alignment(
 
 
 @pytest.mark.parametrize("grad, exp_avg, exp_avg_sq", DTYPES)
-@pytest.mark.parametrize("implementation", ["torch-fused", "torch"])
-def test_a_step_equals_the_formula_in_float64(implementation, grad, exp_avg, exp_avg_sq):
+def test_a_step_equals_the_formula_in_float64(grad, exp_avg, exp_avg_sq):
     """Loshchilov and Hutter 2019, algorithm 2, from the values as stored. u = 2^-24 is the error of
     one fp32 operation, h = 2^-8 of a rounding to bf16. The scaled gradient takes 2 operations (3 u
     with its coefficient), a moment 4 more on each of its terms, the weight's decay 3, its update 10
@@ -124,7 +120,7 @@ def test_a_step_equals_the_formula_in_float64(implementation, grad, exp_avg, exp
     """
     u, size = 2.0**-24, 640
     half = {FP32: 0.0, BF16: 2.0**-8}
-    rule = rule_of(implementation, exp_avg, exp_avg_sq)
+    rule = rule_of(exp_avg, exp_avg_sq)
     beta1, beta2, eps = rule.config.adam_beta1, rule.config.adam_beta2, rule.config.adam_eps
     master, states = start(size, exp_avg, exp_avg_sq)
     for step in range(5):
@@ -150,9 +146,9 @@ def test_a_step_equals_the_formula_in_float64(implementation, grad, exp_avg, exp
 def test_found_inf_changes_nothing_and_still_writes_the_rounded_weights(
     poison, exp_avg, exp_avg_sq
 ):
-    rule, size = rule_of("torch-fused", exp_avg, exp_avg_sq), 200
+    rule, size = rule_of(exp_avg, exp_avg_sq), 200
     assert rule.implementation.skips_on_device
-    assert not rule_of("torch").implementation.skips_on_device
+    assert not rule_of(implementation="apex").implementation.skips_on_device
     master, states = start(size, exp_avg, exp_avg_sq)
     before, out = [x.clone() for x in (master, *states.values())], torch.zeros(size, dtype=BF16)
     grad = gradient(size, 0)
