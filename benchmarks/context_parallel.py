@@ -39,11 +39,11 @@ from megatron.kernels.attention import attention_reference
 from megatron.kernels.attention_masks import AttentionMask
 from torch import Tensor
 
-from megatron.config.groups import ModelConfig
+from megatron.config.groups import DistributedConfig, ModelConfig
 from megatron.distributed.groups import Layout, build_groups
 from megatron.model.attention.attention import SelfAttention, seen_by_queries
 from megatron.model.attention.context_parallel import Places, places_of_ranks
-from megatron.model.model_parallel import ContextParallel, ModelParallel
+from megatron.model.model_parallel import ModelParallel
 
 SHAPES = {  # name: positions, query heads, key/value heads
     "4096 positions, 8 heads": (4096, 8, 8),
@@ -91,9 +91,8 @@ def ours(kind: str, shape: tuple[int, int, int], tensors: list[Tensor]) -> Syste
     """The attention of our layer, behind its projections."""
     length, heads, groups = shape
     size, rank = dist.get_world_size(), dist.get_rank()
-    cp = ContextParallel.of(
-        build_groups(Layout(cp=size), rank, dist.new_group, **OURS[kind](size)), kind
-    )
+    groups_of_rank = build_groups(Layout(cp=size), rank, dist.new_group, **OURS[kind](size))
+    cp = ModelParallel.of(groups_of_rank, DistributedConfig(cp_comm_type=kind)).cp
     config = ModelConfig(
         num_layers=1,
         hidden_size=heads * HEAD_DIM,

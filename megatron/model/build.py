@@ -15,7 +15,7 @@ from megatron.model.fp8 import mark_fp8
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels, compute_dtype
 from megatron.model.model_parallel import ModelParallel
-from megatron.model.spec import ParameterSpec
+from megatron.model.spec import ParameterSpec, TensorSpec
 from megatron.model.stages import Stage, pipeline_stages
 
 
@@ -89,21 +89,10 @@ def declared(model: ModelConfig, vocab_size: int) -> dict[str, ParameterSpec]:
 
 
 @functools.cache
-def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The logical tensors of a model and their shapes."""
+def logical_tensors(model: ModelConfig, vocab_size: int) -> dict[str, TensorSpec]:
+    """The logical tensors of a model by name."""
     return {
-        tensor.name: tensor.shape
+        tensor.name: tensor
         for spec in declared(model, vocab_size).values()
         for tensor in spec.tensors
     }
-
-
-@functools.cache
-def trained_names(model: ModelConfig, vocab_size: int) -> frozenset[str]:
-    """The logical tensors of a model that are trained; the optimizer knows no others."""
-    return frozenset(
-        tensor.name
-        for spec in declared(model, vocab_size).values()
-        for tensor in spec.tensors
-        if tensor.group != "state"
-    )

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.errors import UserError
 from megatron.kernels.activation import apply_function
 from megatron.kernels.lang import operator, register_autograd
 from megatron.model.dropout import Dropout
@@ -35,9 +34,8 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
 
     Layers of one kind share a graph, which is made at the first forward pass. torch.compile raises
     there if it cannot trace a layer whole, or needs more than GRAPHS graphs (more where layers
-    differ in windows, positions or --freeze); UserError where there is no compiler.
+    differ in windows, positions or --freeze).
     """
-    _find_compiler(device)
     torch._dynamo.reset()  # graphs of another model in this process would count, too
     layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
     kinds = {(layer.record, next(layer.parameters()).requires_grad) for layer in layers}
@@ -46,22 +44,6 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
         _prepare(layer, device)
         compiled = torch.compile(layer.forward, backend=BACKEND, fullgraph=True, dynamic=False)
         layer.forward = compiled  # type: ignore[method-assign]
-
-
-def _find_compiler(device: torch.device) -> None:
-    """Raises UserError where a CPU's graphs could not be compiled."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    if device.type != "cpu":
-        return  # Triton's compiler, which its kernels need as well
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        raise UserError(
-            "--torch-compile: torch.compile needs a C++ compiler on a CPU and finds none; install "
-            "g++, name another compiler in the environment variable CXX, or drop the flag"
-        ) from error
 
 
 def _prepare(layer: TransformerLayer, device: torch.device) -> None:

@@ -74,10 +74,6 @@ class Dropout:
         self.key = philox.key(seed, *names)
         self.words: philox.Key = self.key
 
-    def acts(self, state: DropoutState | None) -> bool:
-        """Whether anything can be dropped."""
-        return self.probability > 0 and state is not None
-
     def keep_words_on(self, device: torch.device) -> None:
         """Keep the key in tensors: numbers would be constants of one compiled graph per layer."""
         k0, k1 = self.key
@@ -85,7 +81,7 @@ class Dropout:
 
     def hidden(self, x: Tensor, state: DropoutState | None) -> Tensor:
         """Dropout of x [s, b, h]; the identity in evaluation (state None) or at probability 0."""
-        if not self.acts(state):
+        if state is None or self.probability == 0:
             return x
         if self.backend == "triton":
             return _TritonDropout.apply(x, None, state, self.key, self.probability)
@@ -95,10 +91,8 @@ class Dropout:
         )
         return _MaskedDropout.apply(x, keep.view(torch.uint8).view(x.shape), self.probability)
 
-    def add(self, x: Tensor, residual: Tensor, state: DropoutState | None) -> Tensor:
-        """residual + hidden(x)."""
-        if not self.acts(state):
-            return residual + x
+    def add(self, x: Tensor, residual: Tensor, state: DropoutState) -> Tensor:
+        """residual + hidden(x), at a probability above 0."""
         if self.backend == "triton":
             # One pass over x and the residual; the backward pass draws the mask again.
             return _TritonDropout.apply(x, residual, state, self.key, self.probability)

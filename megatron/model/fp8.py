@@ -72,11 +72,6 @@ class Fp8Gemms:
     axis: Axis = ALONE
     cp: Axis = ALONE
 
-    def __post_init__(self) -> None:
-        # dW would need row scales of transposed factors, which span the tokens; `_factor` takes
-        # those of a row to span the inputs or outputs.
-        assert not (self.scaling == "row" and self.weight_grad)
-
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i] -> [..., o]."""
         # Both factors have the summed dimension i contiguous as they are.
@@ -110,8 +105,8 @@ class Fp8Gemms:
             dy, q = self._quantise(self._output_grad(dy, transposed=True), own)
         # A GEMM of 8-bit floats cannot accumulate in fp32 main_grad: pieces of its rows are
         # computed, and added while they are in cache.
-        outputs, inputs = main_grad.shape
-        rows = piece_rows(outputs, inputs, main_grad.element_size())
+        row_bytes = main_grad.shape[1] * main_grad.element_size()
+        rows = max(PIECE_BYTES // row_bytes // 128, 1) * 128  # whole tiles of 128 rows
         pieces = main_grad.split(rows)
         # one scale for all rows, or one (or a block of them) a row
         is_one = self.scaling == "tensor"
@@ -201,13 +196,6 @@ def scaled_gemm(
     return torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), bias=bias, out_dtype=dtype)
 
 
-def piece_rows(outputs: int, inputs: int, element: int) -> int:
-    """Rows of a weight's gradient that are formed at once."""
-    # whole tiles of 128 rows
-    rows = PIECE_BYTES // (element * inputs) // 128 * 128
-    return min(outputs, max(128, rows))
-
-
 def mark_fp8(
     weight: nn.Parameter, precision: PrecisionConfig, split: int, axis: Axis, cp: Axis = ALONE
 ) -> None:
@@ -217,6 +205,8 @@ def mark_fp8(
     gemms = Fp8Gemms(
         SCALINGS[precision.fp8_recipe],
         E5M2 if precision.fp8_format == "hybrid" else E4M3,
+        # Row scales of dW's factors would span the tokens; `_factor` takes those of a row to span
+        # the inputs or outputs.
         precision.fp8_wgrad and precision.fp8_recipe != "rowwise",
         split if axis.size > 1 else None,
         axis,

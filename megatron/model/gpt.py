@@ -27,7 +27,7 @@ from megatron.model.layer import (
     TransformerLayer,
     vocabulary_matrix,
 )
-from megatron.model.model_parallel import ONE_RANK, ModelParallel, TensorParallel
+from megatron.model.model_parallel import ONE_RANK, ModelParallel
 from megatron.model.recompute import stage_offload, stage_recompute
 from megatron.model.spec import ParameterSpec, spec_of
 from megatron.model.stages import Stage, whole
@@ -123,10 +123,6 @@ class GPTModel(nn.Module):
             for layer, choice, modules in zip(layers, choices, offloaded, strict=True):
                 layer.choose_recompute(choice)
                 layer.offloaded = modules
-
-    def grid(self, group: str) -> TensorParallel:
-        """The ranks that cut the parameters of a group of buffers."""
-        return self.parallel.experts if group == "expert" else self.tp
 
     def declared(self) -> list[tuple[str, nn.Parameter, ParameterSpec]]:
         """Every parameter by name with its declaration, in order; a tied head adds none."""

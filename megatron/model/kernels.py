@@ -209,8 +209,6 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
 
 def _unable_grouped(config: Config, dtype: torch.dtype) -> str | None:
     """Why torch's grouped GEMM cannot take this model's experts; None where it can."""
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return f"torch {torch.__version__} has none"
     if dtype == torch.float64:
         return "float64"
     # grouped_mm reads rows of 16 bytes

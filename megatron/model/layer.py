@@ -9,7 +9,7 @@ and head hold one matrix each. parallel/pipeline.py runs them, through parallel/
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -112,7 +112,7 @@ class WithScalars(NamedTuple):
     """What a layer may return in place of its output."""
 
     output: Tensor
-    scalars: dict[str, Tensor]  # by the names of `Layer.scalars`; 0-dimensional, or [size]
+    scalars: dict[str, Tensor]  # by the names of the layer's `scalars`; 0-dimensional, or [size]
 
 
 class Layer(nn.Module):
@@ -125,18 +125,9 @@ class Layer(nn.Module):
     reads_weight_backward = True
     of_vocabulary = False  # its matrix may be far larger than those of other layers
 
-    @classmethod
-    def scalars(cls, config: ModelConfig, index: int, sequence: bool) -> tuple[ScalarSpec, ...]:
-        """What layer `index` returns alongside its output, on every rank the same."""
-        return ()
-
     def choose_recompute(self, choice: LayerRecompute) -> None:
         """What backward passes compute again, from the next forward pass on."""
         self.recompute = choice
-
-    def parking(self) -> AbstractContextManager[ParkedTensors]:
-        """Around a forward pass: the tensors that it saves, of a layer that knows."""
-        return nullcontext([])
 
 
 class EmbeddingLayer(Layer):
@@ -241,6 +232,7 @@ class TransformerLayer(Layer):
 
     @classmethod
     def scalars(cls, config: ModelConfig, index: int, sequence: bool) -> tuple[ScalarSpec, ...]:
+        """What layer `index` returns alongside its output, on every rank the same."""
         if not layer_records(config)[index].experts:
             return ()
         return tuple(
@@ -255,6 +247,7 @@ class TransformerLayer(Layer):
         self.recompute_context.wrap(self, modules, (self.input_norm, self.mlp_norm))
 
     def parking(self) -> AbstractContextManager[ParkedTensors]:
+        """Around a forward pass: the tensors that it saves."""
         modules = dict(self.named_modules())
         filed = FILED_UNDER | ({"mlp": ("", "")} if self.record.experts else {})
         return self.recompute_context.parking(

@@ -36,11 +36,6 @@ class ContextParallel:
     heads: Axis = ALONE  # those of the ranks that exchange heads for positions
     ring: Axis = ALONE  # those that keys and values go round
 
-    @classmethod
-    def of(cls, groups: Groups, comm_type: str) -> ContextParallel:
-        """Of a rank whose groups were made for this --cp-comm-type."""
-        return cls(groups.cp, comm_type == "allgather", groups.cp_heads, groups.cp_ring)
-
     @cached_property
     def size(self) -> int:
         return self.axis.size
@@ -68,7 +63,8 @@ class ModelParallel:
             sequence=distributed.sequence_parallel,
             overlap=distributed.tp_comm_overlap,
         )
-        cp = ContextParallel.of(groups, distributed.cp_comm_type)
+        gathers = distributed.cp_comm_type == "allgather"
+        cp = ContextParallel(groups.cp, gathers, groups.cp_heads, groups.cp_ring)
         experts = TensorParallel(groups.etp, experts=groups.ep)
         return cls(tp, cp, experts, groups.tp_cp)
 

@@ -113,12 +113,4 @@ def recompute_text(training: TrainingConfig) -> str:
         return "none"
     if granularity == "selective":
         return f"selective ({', '.join(training.recompute_modules or ('core_attn',))})"
-    how = (
-        f"the first {count} layer(s) of each stage"
-        if training.recompute_method == "block"
-        else "every layer"
-        if count == 1
-        else f"groups of {count} layers"
-    )
-    shared = ", inputs shared by tensor-parallel ranks"
-    return f"full ({how}{shared if training.distribute_saved_activations else ''})"
+    return f"full ({training.recompute_method or 'uniform'} {count})"

@@ -486,7 +486,7 @@ def _lay_out(
     ranges: list[tuple[int, ParamGroup]] = []
     for name, parameter, spec, is_late in members:
         # Each tensor starts on the grid, so that every cut of the buffer into slices lies on it.
-        boxes = spec.boxes(model.grid(group))
+        boxes = spec.boxes(model.parallel.experts if group == "expert" else model.tp)
         entries.append(BufferEntry(parameter, name, end, parameter.shape, boxes))
         end += padded(parameter.numel())
         if ranges and ranges[-1][1] == spec.param_group:

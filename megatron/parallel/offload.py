@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron.config.recompute import LAYER_INPUT
 from megatron.distributed.groups import ALONE, Axis
-from megatron.model.layer import Layer, MicroBatch
+from megatron.model.layer import Layer, MicroBatch, TransformerLayer
 from megatron.model.linear import WeightGrad
 from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.blocks import device_streams, host_memory
@@ -38,9 +38,7 @@ READING = (Kind.REBUILD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 class Route:
-    """The passes of a step in their order, and which of them send to the host or read what has
-    been there.
-    """
+    """The passes of a step in order: which send to the host, and which read what was there."""
 
     def __init__(self, passes: Sequence[Pass]):
         self.passes = passes
@@ -261,6 +259,7 @@ class OffloadingRunner(LayerRunner):
             assert isinstance(inputs, Inputs) and isinstance(inputs.x, Tensor)
             parked = [OffloadableTensor(inputs.x, LAYER_INPUT)]
             return y, inputs._replace(x=parked[0]), parked
+        assert isinstance(layer, TransformerLayer)  # embedding and head are never offloaded
         with layer.parking() as saved:
             leaf, own = self._entry(x)
             output = layer(own, micro)

@@ -317,8 +317,7 @@ def _build_pipeline(
         for parameter in model.parameters():
             parameter.by_apex = True  # read where its gradient is formed
     if model.config.torch_compile:
-        with raise_on_all_ranks(groups.world, device):
-            compile_layers(model, device)
+        compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
 
     # 2. The executor. Offload, graphs and pairs exclude each other, and each has its own executor.

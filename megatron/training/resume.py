@@ -19,7 +19,7 @@ from megatron.config.input_files import InputError
 from megatron.config.metadata import ChangeRule, flag_name
 from megatron.config.options import FIELDS
 from megatron.distributed.groups import describe_layout
-from megatron.model.build import model_shapes, trained_names
+from megatron.model.build import logical_tensors
 from megatron.model.kernels import choose_kernels
 from megatron.optimizer.lr_schedule import ParamSchedule
 
@@ -53,13 +53,13 @@ def _tensors(run: Run) -> dict[str, list[int]]:
     computed from the flags, not from what ranks hold.
     """
     # The list against which a checkpoint is complete: a rank that wrote too little is found.
-    shapes = model_shapes(run.config.model, run.tokenizer.vocab_size)
-    named = {name: list(shape) for name, shape in shapes.items()}
+    tensors = logical_tensors(run.config.model, run.tokenizer.vocab_size)
+    named = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if run.config.checkpoint.save_optim and run.config.optimizer.freeze is None:
-        trained = trained_names(run.config.model, run.tokenizer.vocab_size)
+        trained = [tensor for tensor in tensors.values() if tensor.group != "state"]
         for state in run.optimizer.state_names:
-            for name in filter(trained.__contains__, shapes):
-                named[f"optimizer.{state}.{name}"] = list(shapes[name])
+            for tensor in trained:
+                named[f"optimizer.{state}.{tensor.name}"] = list(tensor.shape)
     return named
 
 

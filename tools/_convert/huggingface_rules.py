@@ -15,7 +15,7 @@ from megatron.tools._convert.families import QKV, Family
 
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
-from megatron.model.build import model_shapes
+from megatron.model.build import logical_tensors
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
@@ -145,7 +145,7 @@ def tensor_rules(family: Family, model: ModelConfig, *, fused: bool = False) -> 
     first_of = {parts[0]: parts for parts in family.fused.values()}
     rest_of = {part for parts in family.fused.values() for part in parts[1:]}
     found = []
-    for name, shape in model_shapes(model, 1).items():
+    for name, tensor in logical_tensors(model, 1).items():
         layer, inside = _split(name)
         module, _, kind = inside.rpartition(".")
         expert = _EXPERT.fullmatch(module)
@@ -161,7 +161,7 @@ def tensor_rules(family: Family, model: ModelConfig, *, fused: bool = False) -> 
             _their_name(names, layer, module, kind),
             tuple(f"{layer}{part}.{kind}" for part in parts),
         )
-        found.append(_shaped(rule, family, model, module, parts, len(shape)))
+        found.append(_shaped(rule, family, model, module, parts, len(tensor.shape)))
     return found
 
 

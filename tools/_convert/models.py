@@ -22,7 +22,7 @@ from megatron.checkpoint.writer import BoxTensor
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import InputError, open_regular
-from megatron.model.build import model_shapes
+from megatron.model.build import logical_tensors
 
 # what reading a damaged file raises
 DAMAGE = (
@@ -124,7 +124,8 @@ def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None
     """Raises UserError unless the boxes are of exactly the model's tensors, in its shapes; whether
     they cover them shows when they are saved.
     """
-    wanted = model_shapes(model, vocab_size)
+    tensors = logical_tensors(model, vocab_size).values()
+    wanted = {tensor.name: tensor.shape for tensor in tensors}
     given = {box.name: box.shape for box, _ in pairs}
     faults = [
         f"{name} has shape {list(given[name])}, the model's flags need {list(wanted[name])}"

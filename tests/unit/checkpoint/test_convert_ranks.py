@@ -25,7 +25,7 @@ from test_huggingface import difference
 
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.groups import Config, ModelConfig
-from megatron.model.build import model_shapes
+from megatron.model.build import logical_tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
@@ -128,7 +128,8 @@ def run_of(layers: int, hidden: int, heads: int, positions: int, vocab: int) -> 
         num_query_groups=heads,
         max_position_embeddings=positions,
     )
-    tensors = {name: torch.rand(shape) for name, shape in model_shapes(model, vocab).items()}
+    specs = logical_tensors(model, vocab).values()
+    tensors = {spec.name: torch.rand(spec.shape) for spec in specs}
     return [[(whole(name, tensor), tensor) for name, tensor in tensors.items()]], {
         "config": Config(model=model).to_dict(),
         "vocab_size": vocab,

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.model import compile
 from megatron.model.gpt import GPTModel
@@ -108,15 +107,6 @@ def test_a_compiled_layer_keeps_what_the_plan_counts(monkeypatch, config, dtype)
     monkeypatch.setattr(compile, "BACKEND", TRACED)
     eager, compiled = (kept_bytes(config, dtype, compiled) for compiled in (False, True))
     assert compiled == eager > 0
-
-
-def test_no_compiler_is_refused_with_the_remedy():
-    model = GPTModel(GPT, vocab_size=16, padded_vocab=16, dtype=torch.float32, seed=3)
-    with (
-        torch._inductor.config.patch({"cpp.cxx": "no-such-compiler"}),
-        pytest.raises(UserError, match="finds none.*CXX.*drop the flag"),
-    ):
-        compile.compile_layers(model, torch.device("cpu"))
 
 
 class Plain(nn.Module):

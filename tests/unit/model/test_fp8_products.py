@@ -14,7 +14,7 @@ from megatron.config.validate import resolve
 from megatron.distributed.groups import ALONE, Layout, build_groups
 from megatron.model import fp8
 from megatron.model.build import build_model
-from megatron.model.fp8 import FP8, mark_fp8, piece_rows
+from megatron.model.fp8 import FP8, mark_fp8
 from megatron.model.linear import add_weight_grads, deferring_weight_grads
 
 S, B, I, O = 80, 2, 192, 320
@@ -131,10 +131,14 @@ def test_gradients_are_formed_in_pieces_and_added_or_overwritten(recipe):
     pieces.weight.main_grad.fill_(1.0)
     written.weight.main_grad.fill_(1.0)
     written.weight.overwrite_main_grad = True
-    with mock.patch.object(fp8, "PIECE_BYTES", 4 * I * 128):
-        assert piece_rows(O, I, 4) == 128
+    with (
+        mock.patch.object(fp8, "PIECE_BYTES", 4 * I * 128),
+        mock.patch.object(fp8, "scaled_gemm", wraps=fp8.scaled_gemm) as gemms,
+    ):
         for layer in (pieces, written):
             step(layer, torch.bfloat16)
+    pieces_of_dw = 0 if recipe == "rowwise" else -(-O // 128)
+    assert gemms.call_count == 2 * (2 + pieces_of_dw)  # y and dx
     assert torch.equal(written.weight.main_grad, whole.weight.main_grad)
     torch.testing.assert_close(
         pieces.weight.main_grad - 1, whole.weight.main_grad, rtol=0, atol=1e-3
