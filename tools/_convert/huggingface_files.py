@@ -36,7 +36,7 @@ from megatron.tools._convert.models import (
 )
 from torch import Tensor
 
-from megatron.checkpoint.boxes import Dims, Shapes
+from megatron.checkpoint.boxes import Dims
 from megatron.checkpoint.files import sync_folder
 from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, encode_header
 from megatron.checkpoint.ranks import Ranks
@@ -102,7 +102,7 @@ class ExportLayout:
         return {"metadata": {"total_size": self.total}, "weight_map": weight_map}
 
 
-def lay_out(rules: list[Rule], shapes: Shapes, dtype: torch.dtype) -> ExportLayout:
+def lay_out(rules: list[Rule], shapes: dict[str, Dims], dtype: torch.dtype) -> ExportLayout:
     """The layout of an export of the tensors that `rules` name, our `shapes` by name."""
     files = _in_files(rules, shapes, dtype)
     places = []
@@ -123,7 +123,7 @@ def lay_out(rules: list[Rule], shapes: Shapes, dtype: torch.dtype) -> ExportLayo
     return ExportLayout(places, headers)
 
 
-def _in_files(rules: list[Rule], shapes: Shapes, dtype: torch.dtype) -> list[list[Place]]:
+def _in_files(rules: list[Rule], shapes: dict[str, Dims], dtype: torch.dtype) -> list[list[Place]]:
     """The tensors of each file; where a tensor begins is not known yet."""
     files: list[list[Place]] = []
     space = 0

@@ -27,7 +27,7 @@ from megatron.tools._convert.models import Held, Part, box_part, whole_part
 from megatron.tools._convert.pickles import Record, read_torch_file
 from torch import Tensor
 
-from megatron.checkpoint.boxes import Dims, Shapes
+from megatron.checkpoint.boxes import Dims
 from megatron.checkpoint.manifest import CheckpointError
 
 Paths = dict[int, Path]  # by rank
@@ -177,7 +177,7 @@ def _described(kind: tuple[int, int]) -> str:
     return f"stage {kind[0]} of {kind[1]} partitions"
 
 
-def _shapes(state: State, path: Path) -> list[Shapes]:
+def _shapes(state: State, path: Path) -> list[dict[str, Dims]]:
     """Names and shapes of the flattened parameters, group by group."""
     if state.get("frozen_param_shapes"):
         name = next(iter(state["frozen_param_shapes"]))
@@ -211,7 +211,7 @@ def _flats(path: Path, state: State, key: str) -> list[Tensor]:
 Merged = Iterator[tuple[str, Dims, list[tuple[int, Tensor]]]]
 
 
-def _merge_ranges(groups: list[Shapes], partitions: list[Partition]) -> Merged:
+def _merge_ranges(groups: list[dict[str, Dims]], partitions: list[Partition]) -> Merged:
     """Stages 1 and 2."""
     ranks = [_flats(path, state, "single_partition_of_fp32_groups") for path, state in partitions]
     path, state = partitions[0]
@@ -232,7 +232,7 @@ def _merge_ranges(groups: list[Shapes], partitions: list[Partition]) -> Merged:
 
 
 def _require_length(
-    path: Path, index: int, shapes: Shapes, gaps: list[int], held: int, ranks: int
+    path: Path, index: int, shapes: dict[str, Dims], gaps: list[int], held: int, ranks: int
 ) -> None:
     """Raise CheckpointError unless group `index`, with its gaps, has `held` elements."""
     wanted = sum(map(math.prod, shapes.values())) + sum(gaps)
@@ -244,7 +244,7 @@ def _require_length(
         )
 
 
-def _merge_equal_parts(groups: list[Shapes], partitions: list[Partition]) -> Merged:
+def _merge_equal_parts(groups: list[dict[str, Dims]], partitions: list[Partition]) -> Merged:
     """Stage 3."""
     ranks = [_flats(path, state, "fp32_flat_groups") for path, state in partitions]
     count = len(partitions)
