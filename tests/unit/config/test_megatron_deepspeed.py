@@ -1,5 +1,5 @@
 """Flags of Megatron-DeepSpeed and its forks that are read together or with a file: lengths in
-tokens, experts, lists of data, rows in addition to a vocabulary.
+tokens, experts, rows in addition to a vocabulary.
 """
 
 from __future__ import annotations
@@ -114,56 +114,6 @@ def test_tokens_and_iterations_need_one_batch_size():
 
 
 # ---------------------------------------------------------------- files that such flags name
-
-
-@pytest.mark.parametrize(
-    "flag, text",
-    [
-        ("--data-args-path", "0.25 a\n0.75   b\n"),
-        ("--data-file-list", "0.25 a web\n\n0.75 b books\n"),
-    ],
-)
-def test_lists_of_data(tmp_path, flag, text):
-    (tmp_path / "list").write_text(text)
-    line = ["--data-path", "0.25", "a", "0.75", "b"]
-    assert settings(flag, str(tmp_path / "list")) == settings(*line)
-    assert "contradicts --data-path a" in refusal("--data-path", "a", flag, str(tmp_path / "list"))
-
-
-def test_the_command_line_wins_over_the_list_of_a_file(tmp_path):
-    (tmp_path / "list").write_text("0.25 a 0.75 b")
-    (tmp_path / "file").write_text(f"data_args_path: {tmp_path}/list")
-    (tmp_path / "bad").write_text("data_args_path: x")
-    words = ["--config", str(tmp_path / "file")]
-    assert settings(*words).data.data_path == ("0.25", "a", "0.75", "b")
-    assert settings(*words, "--data-path", "c").data.data_path == ("c",)
-    fault = refusal("--config", str(tmp_path / "bad"))
-    assert fault.startswith(f"--config {tmp_path}/bad: --data-args-path x: No such file")
-
-
-def test_a_list_for_each_split(tmp_path):
-    path = tmp_path / "lists.json"
-    path.write_text(json.dumps({"train": ["0.25", "a", 0.75, "b"], "valid": "c", "test": ["d"]}))
-    line = "--train-data-path 0.25 a 0.75 b --valid-data-path c --test-data-path d"
-    assert settings("--per-split-data-args-path", str(path)) == settings(*line.split())
-    path.write_text(json.dumps({"train": "a", "valid": [], "test": None}))
-    assert settings("--per-split-data-args-path", str(path)) == settings("--train-data-path", "a")
-
-
-@pytest.mark.parametrize(
-    "flag, text, fault",
-    [
-        ("--data-args-path", "", "no value follows it"),
-        ("--data-file-list", "0.5 a web more\n", "line 1: expected a weight, a prefix and"),
-        ("--per-split-data-args-path", "0.5 a", "not JSON"),
-        ("--per-split-data-args-path", '{"dev": ["a"]}', "under train, valid, test, found 'dev'"),
-    ],
-)
-def test_lists_that_cannot_be_read(tmp_path, flag, text, fault):
-    (tmp_path / "list").write_text(text)
-    given = refusal(flag, str(tmp_path / "list"))
-    assert given.startswith(f"{flag} ") and fault in given
-    assert "takes one file" in refusal(flag) and "No such file" in refusal(flag, "absent")
 
 
 @pytest.mark.parametrize("where", ["tokenizer.json", "."])
