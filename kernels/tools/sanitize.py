@@ -92,8 +92,8 @@ def row_calls() -> Calls:
 
 
 def other_calls() -> Calls:
-    """Experts, of which one has no row and the last tiles are partly empty; the optimizer, 8-bit
-    floats and initial weights.
+    """Experts, of which one has no row and the last tiles are partly empty; the optimizer and
+    8-bit floats.
     """
     yield "grouped_gemm rows", {"o": 136}
     for overwrite in (True, False):
@@ -105,7 +105,6 @@ def other_calls() -> Calls:
         for transposed in (False, True):
             settings = {"rows": 70, "width": 150, "scaling": scaling, "transposed": transposed}
             yield "fp8 tiles", settings
-    yield "initialise", {"width": 1030, "skip": 7}
 
 
 def main(words: list[str]) -> int:

@@ -385,14 +385,6 @@ def _grad_norm(arch: int) -> Iterator[Call]:
         yield ("", f"sum of squares {SHORT[dtype]}"), "grad_norm", BF16, settings
 
 
-def _initialise(arch: int) -> Iterator[Call]:
-    """The bytes "spilled" are the array in which sine and cosine reduce arguments that ours never
-    are as large as.
-    """
-    settings = {"rows": 8192, "width": 4096, "skip": 0}
-    yield ("initialise normal",), "initialise", FP32, settings
-
-
 FAMILIES: dict[str, Callable[[int], Iterator[Call]]] = {
     "activation": _activation,
     "adamw": _adamw,
@@ -402,7 +394,6 @@ FAMILIES: dict[str, Callable[[int], Iterator[Call]]] = {
     "fp8": _fp8,
     "grad_norm": _grad_norm,
     "grouped_gemm": _grouped_gemm,
-    "initialise": _initialise,
     "norm": _norm,
     "qk_norm": _qk_norm,
     "rotary": _rotary,

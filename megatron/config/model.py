@@ -150,8 +150,6 @@ class ModelConfig:
     """Implementation of the loss."""
     weight_grad_backend: Literal["auto", "apex", "torch"] = kernel_flag()
     """Implementation of the weight gradients' sum in fp32 on a GPU."""
-    init_backend: Backend = kernel_flag()
-    """Implementation of the generator of initial weights; weights on the host are torch's."""
     deterministic_mode: bool = flag(True, change=ROUNDING)
     """Use only kernels that give the same bits every time; others may be faster on a GPU."""
     torch_compile: bool = flag(False, change=KERNEL)

@@ -99,7 +99,7 @@ def test_auto_takes_triton_unmeasured_where_it_is_checked_at_start(monkeypatch):
         else:
             assert taken(operator) == FALLBACK[operator]
     unmeasured = f"triton is available if its flag asks for it; {dispatch.NOT_MEASURED}"
-    assert choose("init", "auto", GPU, BF16) == Choice("torch", unmeasured)
+    assert choose("grouped-gemm", "auto", GPU, BF16) == Choice("grouped-mm", unmeasured)
     for architecture in (86, 120):
         monkeypatch.setattr(lang, "capability", lambda device, found=architecture: found)
         assert all(taken(operator) == FALLBACK[operator] for operator in TRITON)
