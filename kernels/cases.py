@@ -327,12 +327,12 @@ def _grouped_weight(
     return Case(add, expected)
 
 
-def _norm_operands(draw: Draw, key: dict[str, Any], wide: int) -> tuple[Tensor, ...]:
-    """x, the residual or its gradient, dy, and the parameters; `wide`: just wider than a program
-    holds. Rows of x lie `stride` apart, or in groups of `inner` with others between.
+def _norm_operands(draw: Draw, key: dict[str, Any]) -> tuple[Tensor, ...]:
+    """x, the residual or its gradient, dy, and the parameters. Rows of x lie `stride` apart, or in
+    groups of `inner` with others between.
     """
-    if key.get("kind") == "wide":
-        rows, width = draw.sizes(key, rows=(5, 1024), width=(wide, 65536))
+    if key.get("kind") == "wide":  # than a program of the backward pass holds
+        rows, width = draw.sizes(key, rows=(5, 1024), width=(9000, 65536))
     else:
         rows, width = draw.sizes(key, rows=(5, 8192), width=(300, 4096))
     if inner := key.get("inner"):
@@ -348,7 +348,7 @@ def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
     the sum) where `add` is.
     """
     added, eps = key.get("add", False), key.get("eps", 1e-5)
-    x, other, dy, *parameters = _norm_operands(draw, key, 33000 if direction == "forward" else 9000)
+    x, other, dy, *parameters = _norm_operands(draw, key)
     pair = (*parameters, None)[:2]
 
     def definition(x: Tensor, *parameters: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from megatron.optimizer.optimizer import sum_of_squares
 ROOT = Path(__file__).resolve().parents[2]
 TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
-QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0, kv_channels=64)
+QUIET = ModelConfig(hidden_size=256, hidden_dropout=0.0, attention_dropout=0.0, kv_channels=64)
 FALLBACK = {operator: names[-1] for operator, names in OPERATORS.items()} | {
     "attention": "sdpa",
     "adam": "torch-fused",
@@ -235,6 +235,11 @@ REFUSED = [
         ".*multiple of 8.*; give --cp-comm-type allgather or a2a$",
         GPU,
         {"cp": "p2p", "kv_channels": 12},
+    ),
+    (
+        "--norm-backend triton: --hidden-size is above 32768; drop the flag, or take torch$",
+        GPU,
+        {"norm_backend": "triton", "hidden_size": 32776},
     ),
     (
         "--adam-implementation apex: module amp_C is missing .*, or take torch-fused$",
