@@ -14,7 +14,7 @@ from megatron.config.input_files import InputError, JsonObject
 from megatron.config.model import FORMER_ROPE, without_former_defaults
 
 WEIGHTS = ("config", "vocab_size")  # what a checkpoint of weights alone has
-FORMER_MODEL_FIELDS = {"init_backend"}  # of earlier versions; ignored
+FORMER_MODEL_FIELDS = {"init_backend", "moe_token_dispatcher_type"}  # of earlier versions; ignored
 RUN = (
     *WEIGHTS,
     *"iteration consumed_samples scheduled_samples skipped_samples evaluation_due".split(),
