@@ -8,12 +8,12 @@ import dataclasses
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_cases import deal, flip, pairs, same_bits, save_in_shards
+from megatron.tools import convert_checkpoint, generate, inspect_checkpoint
 from megatron.tools._convert import huggingface_files
 from test_huggingface import CASES, VOCAB, build, difference, tokens
 
@@ -21,12 +21,6 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.groups import Config, DataConfig, PrecisionConfig
 from megatron.data.tokenizer import build_tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import convert_checkpoint  # noqa: E402
-import generate  # noqa: E402
-import inspect_checkpoint  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

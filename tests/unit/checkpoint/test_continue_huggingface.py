@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.tools import convert_checkpoint, generate, preprocess_data
 from test_huggingface import difference
 
 from megatron.checkpoint.reader import open_checkpoint
@@ -17,12 +18,6 @@ from megatron.checkpoint.run_state import config_of
 from megatron.config.arguments import parse_arguments
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.training.pretrain import pretrain
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import convert_checkpoint  # noqa: E402
-import generate  # noqa: E402
-import preprocess_data  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

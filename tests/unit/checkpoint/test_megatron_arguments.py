@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from checkpoint_cases import same_bits
+from megatron.tools import generate
 from megatron.tools._convert.megatron_arguments import (
     FORWARD,
     HARMLESS,
@@ -262,7 +263,6 @@ def test_experts_latent_attention_and_norms_minus_one(tmp_path, name, spelling):
     torch.save({"args": arguments}, tmp_path / "theirs" / "common.pt")
     code, text = convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "run")
     assert code == 0, text
-    import generate
 
     with open_checkpoint(tmp_path / "run") as checkpoint:
         assert sorted(checkpoint.names) == sorted(held)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import loads, same_bits
+from megatron.tools import generate
 from megatron.tools._convert.models import MappedFile
 from megatron.tools._convert.pickles import map_tensor, read_metadata, read_torch_file
 from megatron_names import LAYERS, PADDED, VOCAB, megatron_names, tp_part
@@ -79,8 +80,6 @@ def test_stacked_layers_of_two_ranks_become_ours(tmp_path, gloo_world, case, dim
     code, shown = convert(*words, tmp_path / "one")
     assert code == 0, shown
     assert all(code == 0 for code, _ in gloo_world(2).run(convert, *words, tmp_path / "two"))
-    import generate
-
     for run, shards in (("one", 1), ("two", 2)):
         with open_checkpoint(tmp_path / run) as checkpoint:
             assert len(checkpoint.shards) == shards and sorted(checkpoint.names) == sorted(held)
