@@ -155,16 +155,6 @@ def test_rows_beyond_the_tokenizer_can_be_left_out(tmp_path):
         assert torch.equal(checkpoint["embedding.word.weight"], whole[:IDS])
 
 
-def test_text_of_a_model_without_a_tokenizer_needs_the_flag(tmp_path, capsys):
-    write_model(tmp_path / "hf", "qwen3", *SHAPES["qwen3"])
-    for file in (tmp_path / "hf").glob("tokenizer*"):
-        file.unlink()
-    run(convert_checkpoint, "--from-huggingface", tmp_path / "hf", "--save", tmp_path / "run")
-    assert generate.main(["--load", str(tmp_path / "run"), "--tokenizer-model", "t.json"]) == 2
-    shown = capsys.readouterr().err
-    assert "--tokenizer-type is missing: " in shown and "--mock-data" not in shown
-
-
 # ---- borders of a folder -------------------------------------------------------------------------
 
 

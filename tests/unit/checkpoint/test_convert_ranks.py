@@ -79,7 +79,7 @@ def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(tmp_path, gloo_wor
         ours = generate.load_model(checkpoint, torch.device("cpu"))
         ids = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
         assert len(checkpoint.shards) == 4
-        # as in test_huggingface: transformers computes rotary tables and RMSNorm in fp32
+        # transformers computes rotary tables and RMSNorm in fp32
         assert difference(ours.logits(ids), them(ids).logits) < 3e-6
 
         weights = [name for name in checkpoint.names if not name.startswith("optimizer.")]
