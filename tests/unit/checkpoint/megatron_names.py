@@ -7,8 +7,7 @@ import dataclasses
 import signal
 
 import torch
-from huggingface_models import MODELS
-from test_huggingface import build
+from test_huggingface import CASES, build
 
 from megatron.config.groups import ModelConfig
 
@@ -131,7 +130,6 @@ def their_arguments(model: ModelConfig) -> argparse.Namespace:
     given["swiglu"] = given.pop("activation", "gelu") == "swiglu"
     given["moe_router_load_balancing_type"] = "aux_loss"
     given["moe_aux_loss_coeff"] = 0.0
-    given.pop("latent_norm_epsilon", None)  # one epsilon for all norms there
     given["moe_layer_freq"] = [int(each) for each in model.expert_layers()]
     if model.position_embedding_type == "yarn":
         given["position_embedding_type"] = "rope"
@@ -146,9 +144,10 @@ def their_arguments(model: ModelConfig) -> argparse.Namespace:
 
 def megatron_names(case: str) -> tuple[argparse.Namespace, dict, dict, object]:
     """(arguments, tensors under Megatron-LM's names, our logical tensors, our model) of one of
-    the models of Hugging Face's families.
+    test_huggingface's models.
     """
-    config = MODELS[case]
+    base, changes, _ = CASES[case]
+    config = dataclasses.replace(base, **changes)
     model, held = build(config)
     arguments = their_arguments(config)
     # of classes that a checkpoint may name

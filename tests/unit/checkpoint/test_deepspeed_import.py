@@ -1,13 +1,14 @@
 """ZeRO folders of DeepSpeed become ours with the bits of its fp32 masters; what does not belong
 together is one error; poison does nothing.
 
-The folders are built by zero_cases.py; tests/parity/deepspeed_checkpoint.py makes real ones and
+The folders are built by zero_cases.py; campaigns/peer_checkpoints/ makes real ones and
 proves the same of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -15,11 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import same_bits
-from huggingface_models import MODELS
 from megatron.tools._convert.megatron_deepspeed import is_megatron
 from megatron_names import LAYERS, PADDED, VOCAB, megatron_names, tp_part
 from test_convert_ranks import convert
-from test_huggingface import build, exported
+from test_huggingface import CASES, build, exported
 from zero_cases import in_groups, write_rank
 
 from megatron.checkpoint.reader import open_checkpoint
@@ -29,7 +29,8 @@ def write_huggingface(
     root: Path, case: str, kind: str, ranks: int, **extra: object
 ) -> dict[str, torch.Tensor]:
     """A run of a Hugging Face model; returns our logical tensors in fp32."""
-    config = MODELS[case]
+    base, changes, _ = CASES[case]
+    config = dataclasses.replace(base, **changes)
     described, theirs = exported(
         config, {name: value.float() for name, value in build(config)[1].items()}
     )

@@ -3,7 +3,7 @@ rank), and the logits of both.
 
 In an environment with megatron-core and psutil, then in ours:
 
-    SCRIPT=tests/parity/megatron_core_checkpoint.py
+    SCRIPT=campaigns/peer_checkpoints/megatron_core_checkpoint.py
     RUN="PEER/python -m torch.distributed.run --nproc-per-node"
     $RUN 4 $SCRIPT write OUT --kind llama --tp 2 --pp 2
     $RUN 1 $SCRIPT logits OUT --kind llama

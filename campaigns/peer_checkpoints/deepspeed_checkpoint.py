@@ -5,8 +5,8 @@ In an environment with DeepSpeed (DS_ACCELERATOR=cpu on a machine without a GPU)
 then in ours:
 
     PEER/python -m torch.distributed.run --nproc-per-node 2 \
-        tests/parity/deepspeed_checkpoint.py write OUT --kind llama --stage 3
-    python tests/parity/deepspeed_checkpoint.py compare OUT
+        campaigns/peer_checkpoints/deepspeed_checkpoint.py write OUT --kind llama --stage 3
+    python campaigns/peer_checkpoints/deepspeed_checkpoint.py compare OUT
 
 `write` trains a tiny model in bf16 for three steps and saves it; next to it, in OUT/whole, lie the
 fp32 weights as zero_to_fp32 puts them together and as DeepSpeed's running optimizer holds them.
@@ -281,13 +281,11 @@ def compare(out: Path) -> int:
     together.
     """
     root = Path(__file__).resolve().parents[2]
-    sys.path[:0] = [str(root), str(root / "tools")]
+    sys.path[:0] = [str(root), str(root / "tools"), str(root / "tests")]
     import convert_checkpoint
+    from zero_structure import differences
 
     from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-
-    sys.path.insert(0, str(root / "tests" / "unit" / "checkpoint"))
-    import zero_cases
 
     def take(*words: object) -> Checkpoint:
         if code := convert_checkpoint.main([str(word) for word in words]):
@@ -311,7 +309,7 @@ def compare(out: Path) -> int:
         ]
         different += len(ours.names) - len(equal) + len(theirs.names) - len(ours.names)
         print(f"{name}: {len(equal)} of {len(theirs.names)} tensors have the same bits")
-    strange = zero_cases.differences(out)
+    strange = differences(out)
     built = "the files are built as those of tests/unit/checkpoint/zero_cases.py"
     print("\n".join(strange) or built)
     return int(different > 0 or not ways or bool(strange))
