@@ -1,40 +1,9 @@
-"""The measurement of checkpoints: turns are timed and sized, memory of process trees is seen, goals
-are judged, and tables go where they belong.
-"""
+"""The measurement of checkpoints: goals are judged."""
 
 from __future__ import annotations
 
-import json
-import xml.etree.ElementTree as ElementTree
-
 import pytest
 from megatron.benchmarks import checkpoint as tool
-from megatron.benchmarks import parallel_write
-
-RANK_BYTES = 384 * 16**2 + 768  # --hidden 16: matrices and norms
-
-
-@pytest.mark.full
-def test_a_measurement(tmp_path):
-    out, table = tmp_path / "out.json", tmp_path / "page.md"
-    table.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
-    words = ["--peers", str(tmp_path), "--out", str(out), "--table", str(table), "--systems", *SOME]
-    sizes = "--processes 2 --places tmpfs --hidden 16 --rounds 1 --patience 0 --quiet 99"
-    tool.main([*words, *sizes.split()])
-    [(name, measured)] = json.loads(out.read_text())["settings"].items()
-    assert name == "tmpfs, 2 processes"
-    for kind in ("first", "memory", "runs"):
-        assert [run["system"] for run in measured[kind]] == SOME
-    for run in measured["runs"]:
-        assert 0 < run["stall"] <= run["total"] < 60 and run["state"] == RANK_BYTES
-        assert len(run["bytes"]) == 2
-        assert all(run["state"] <= size < run["state"] + 65536 for size in run["bytes"])
-    text = table.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| tmpfs, 2 processes | ours, async |" in text
-
-
-SOME = ["raw pwrite", "ours", "ours, async"]
 
 
 def document(ours: float, stall: float, others: float = 0.0) -> dict:
@@ -71,20 +40,3 @@ STALL = {"stall by memcpy of the shard"}
 def test_goals(ours, stall, others, passed):
     rows = tool.verdicts(document(ours, stall, others))
     assert len(rows) == 4 and {row["what"] for row in rows if row.get("passed")} == passed
-
-
-@pytest.mark.full
-def test_who_writes_what(tmp_path, monkeypatch):
-    """Forked processes save; the picture is XML and the table has a line for each way."""
-    monkeypatch.setattr(parallel_write, "RANKS", 4)
-    out, picture = tmp_path / "out.json", tmp_path / "picture.svg"
-    words = f"--hidden 32 --zero-stages 0 --rounds 1 --disk {tmp_path} --out {out}"
-    parallel_write.main([*words.split(), "--picture", str(picture)])
-    runs = json.loads(out.read_text())["runs"]
-    sizes = {run["mode"]: run["bytes"] for run in runs}
-    assert [sum(map(bool, sizes[mode])) for mode in ("owner", "balanced")] == [2, 4]
-    # 2 headers more
-    assert parallel_write.imbalance(sizes["owner"]) > 1.9
-    assert abs(sum(sizes["owner"]) / sum(sizes["balanced"]) - 1) < 0.05
-    ElementTree.parse(picture)
-    assert "| 0 | owner | 2 of 4 |" in parallel_write.table(runs)

@@ -1,5 +1,5 @@
-"""Whole runs that are compared (of layouts, of experts, of overlapped exchange) train the same
-samples, at equal active FLOPs where models differ, and the pictures show what the files hold.
+"""Whole runs that are compared (of layouts, of experts) train the same samples, at equal active
+FLOPs where models differ, and the pictures show what the files hold.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron.benchmarks import convergence, expert_curves, expert_overlap, layout_curves
-from megatron.benchmarks.training import command_of
+from megatron.benchmarks import convergence, expert_curves, layout_curves
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
-from megatron.config.validate import cross_field_faults
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = Path("d"), Path("t")
@@ -86,30 +84,3 @@ def test_the_active_flops_are_those_of_the_dense_model_and_the_router(tmp_path):
     assert dense["active_parameters"] == mixture["active_parameters"] - router
     # forward 2 for each element of a matrix, backward twice as many
     assert mixture["flops_per_token"] - dense["flops_per_token"] == 6 * router
-
-
-def test_losses_and_loads_are_kept_of_a_runs_metrics():
-    loads = {
-        f"expert-load-{which}/layers.{layer}": value
-        for which, values in (("max", (2.0, 3.0)), ("min", (0.25, 0.5)))
-        for layer, value in zip((10, 9), values)
-    }
-    rows = [
-        {"iteration": 10, "lm loss": 6.123456} | loads,
-        {"iteration": 20, "lm loss": 5.0, "lm loss validation": 5.5, "lm loss test": 1.0},
-    ]
-    assert expert_curves.kept(rows) == {
-        "training": [[10, 6.12346], [20, 5.0]],
-        "validation": [[20, 5.5]],
-        "loads": [[10, [3.0, 2.0], [0.5, 0.25]]],  # layers in the order of their numbers
-    }
-
-
-@pytest.mark.parametrize("flags", [[], [expert_overlap.FLAG]])
-def test_runs_with_and_without_overlapped_exchange_are_allowed(flags):
-    command = command_of("ours", expert_overlap.WORK, Path(), Path())
-    (script,) = (index for index, word in enumerate(command) if "pretrain" in word)
-    config = parse_arguments([*command[script + 1 :], *flags]).config
-    assert config.distributed.overlap_moe_expert_parallel_comm == bool(flags)
-    assert config.training.global_batch_size == 16 and config.training.micro_batch_size == 2
-    assert not cross_field_faults(config, 2, expert_overlap.WORK.vocab)

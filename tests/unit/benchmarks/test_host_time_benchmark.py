@@ -1,16 +1,12 @@
-"""The benchmark of host time: its four numbers are those of a step that is made of them, its sizes
-are work that the program takes, unequal work is refused, and our side takes turns.
+"""The benchmark of host time: its four numbers are those of a step that is made of them, and our
+command line asks for the peers' work.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from megatron.benchmarks import host_time as tool
-from megatron.benchmarks.peers.start import write_start
 from megatron.benchmarks.training import our_flags
-from megatron.benchmarks.turn_group import Group
 
 from megatron.config.arguments import parse_arguments
 
@@ -68,16 +64,3 @@ def test_our_command_line_asks_for_the_same_work():
     # a step is left for the turn that ends the run
     assert training.train_iters > tool.WARMUP + 7 * tool.TURN
     assert config.logging.log_interval == training.train_iters
-
-
-@pytest.mark.full
-def test_our_side_takes_turns_and_times_its_parts(tmp_path):
-    work = tool.work_of(2, 2, rounds=1)
-    write_start(tmp_path / "start", work, our_flags(work))
-    group = Group(tool.OURS, tool.command_of(tool.OURS, work, Path("none"), tmp_path / "start"), 1)
-    try:
-        run = tool.turn(group, (2, 2), 0, 3)
-    finally:
-        group.end()
-    assert len(run["losses"]) == 3 and set(run["parts"]) == {"forward", "backward", "optimizer"}
-    assert 0 < sum(run["parts"].values()) < run["seconds"]
