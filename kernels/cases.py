@@ -1,6 +1,6 @@
 """A call of every operator for a row of the table of configurations or for a variant of a run, and
-the definition's results for comparison, in any precision; adamw, fp8, grad_norm and initialise use
-that of their operands.
+the definition's results for comparison, in any precision; adamw, fp8 and grad_norm use that of
+their operands.
 
 The check at start (self_check.py) runs this module in a child process, which compares the variants
 of a run; kernels/tools/tune.py compares and times rows.
@@ -28,7 +28,6 @@ from megatron.kernels import (
     fp8,
     grad_norm,
     grouped_gemm,
-    initialise,
     norm,
     qk_norm,
     rotary,
@@ -328,29 +327,12 @@ def _grouped_weight(
     return Case(add, expected)
 
 
-def _initialise(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
-    rows, width = draw.sizes(key, rows=(3, 16384), width=(70, 4096))
-    out = torch.empty(rows, width, device=draw.device)
-    std, skip = key.get("std", 0.02), key.get("skip", 2)
-
-    def call() -> Results:
-        initialise.normal_(out, *KEY, 5, skip, std)
-        return (out,)
-
-    def expected(dtype: torch.dtype) -> Results:
-        other = torch.empty_like(out)
-        initialise.normal_reference(other, KEY, 5, skip, std)
-        return (other,)
-
-    return Case(call, expected)
-
-
-def _norm_operands(draw: Draw, key: dict[str, Any], wide: int) -> tuple[Tensor, ...]:
-    """x, the residual or its gradient, dy, and the parameters; `wide`: just wider than a program
-    holds. Rows of x lie `stride` apart, or in groups of `inner` with others between.
+def _norm_operands(draw: Draw, key: dict[str, Any]) -> tuple[Tensor, ...]:
+    """x, the residual or its gradient, dy, and the parameters. Rows of x lie `stride` apart, or in
+    groups of `inner` with others between.
     """
-    if key.get("kind") == "wide":
-        rows, width = draw.sizes(key, rows=(5, 1024), width=(wide, 65536))
+    if key.get("kind") == "wide":  # than a program of the backward pass holds
+        rows, width = draw.sizes(key, rows=(5, 1024), width=(9000, 65536))
     else:
         rows, width = draw.sizes(key, rows=(5, 8192), width=(300, 4096))
     if inner := key.get("inner"):
@@ -366,7 +348,7 @@ def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
     the sum) where `add` is.
     """
     added, eps = key.get("add", False), key.get("eps", 1e-5)
-    x, other, dy, *parameters = _norm_operands(draw, key, 33000 if direction == "forward" else 9000)
+    x, other, dy, *parameters = _norm_operands(draw, key)
     pair = (*parameters, None)[:2]
 
     def definition(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -476,7 +458,6 @@ CASES: dict[str, Callable[[Draw, dict[str, Any], str], Case]] = {
     "fp8": _fp8,
     "grad_norm": _grad_norm,
     "grouped_gemm": _grouped_gemm,
-    "initialise": _initialise,
     "norm": _norm,
     "qk_norm": _qk_norm,
     "rotary": _rotary,

@@ -30,7 +30,6 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "cross-entropy": ("triton", "torch"),
     "weight-grad": ("apex", "torch"),
     "grouped-gemm": ("triton", "grouped-mm", "torch"),
-    "init": ("triton", "torch"),
     "grad-norm": ("triton", "apex", "torch"),
     "adam": ("triton", "apex", "torch-fused"),
 }

@@ -16,8 +16,8 @@ inputs give equal bits.
 Sources: Ba et al. 2016 (LayerNorm), Zhang and Sennrich 2019 (RMSNorm). Roofline, bf16: forward 4
 bytes an element (with a residual 8), backward 6 (8 with dt) and 4 n bytes of partial sums a program
 and parameter. 8192 rows of 4096 at 4.3 TB/s: forward 31 us (62), backward 47 us (62) and 2 us for
-partial sums, which stay in the L2 cache. Rows wider than what a program holds in registers (WIDEST)
-are read again: from the L2 cache in the forward, from memory in the backward (10 bytes).
+partial sums, which stay in the L2 cache. The backward reads rows wider than WIDEST_BACKWARD twice
+(10 bytes).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import capability, cdiv, jit, launch, next_power_of_2, operator, tl
 from torch import Tensor
 
-WIDEST = {"forward": 32768, "backward": 8192}  # elements of a row that a program holds in registers
+# the most elements of a row that a program holds in registers; wider rows have no forward pass
+WIDEST = 32768
+WIDEST_BACKWARD = 8192
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -49,16 +51,17 @@ def configuration(direction: str, width: int, dtype: torch.dtype, arch: int) -> 
     latency behind are two rows (fp32: one) of each operand on their way.
     """
     block = next_power_of_2(width)
-    if block > WIDEST[direction]:  # pieces of a row at once
-        row = find(f"norm {direction}", arch, kind="wide")
-        numbers = row.numbers
-        programs = numbers.get("programs", 0)
-        return KernelLaunch(row, numbers["block"], numbers["num_warps"], programs=programs)
     if direction == "forward":
         row = find("norm forward", arch, kind="whole")
         rows = max(1, row.numbers["block"] // block)
         warps = rows * block * dtype.itemsize // (32 * row.numbers["thread_bytes"])
         return KernelLaunch(row, block, min(warps, 32), rows)
+    if block > WIDEST_BACKWARD:  # pieces of a row at once
+        row = find("norm backward", arch, kind="wide")
+        numbers = row.numbers
+        return KernelLaunch(
+            row, numbers["block"], numbers["num_warps"], programs=numbers["programs"]
+        )
     row = find("norm backward", arch, kind="whole", bytes=dtype.itemsize)
     rows = max(1, row.numbers["block"] // block)
     warps = rows * block // (32 * row.numbers["per_thread"])
@@ -244,82 +247,6 @@ def backward_kernel(
 
 
 @jit
-def wide_value(x, residual, begin, begin_out, column, width, ADD: tl.constexpr):
-    """A piece [BLOCK] of t = x + residual as it was rounded, in fp32: columns `column` of the row
-    that begins at x[begin] and residual[begin_out].
-    """
-    known = column < width
-    value = load_fp32(x + (begin + column), known)
-    if ADD:
-        value += load_fp32(residual + (begin_out + column), known)
-        value = value.to(x.dtype.element_ty).to(tl.float32)
-    return value
-
-
-@jit
-def wide_mean(x, residual, begin, begin_out, width, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """mean(t) of one row, piece by piece."""
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        sums += wide_value(x, residual, begin, begin_out, column, width, ADD)
-    return tl.sum(sums) / width
-
-
-@jit
-def wide_variance(
-    x, residual, begin, begin_out, width, mean, ADD: tl.constexpr, BLOCK: tl.constexpr
-):
-    """mean((t - mean)^2) of one row, piece by piece."""
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        value = wide_value(x, residual, begin, begin_out, column, width, ADD)
-        value = tl.where(column < width, value - mean, 0)
-        squares += value * value
-    return tl.sum(squares) / width
-
-
-@jit
-def wide_forward_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    y,
-    total,
-    statistics,
-    rows,
-    inner,
-    outer_stride,
-    inner_stride,
-    width,
-    eps,
-    ADD: tl.constexpr,
-    CENTRE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One row a program, read again for each statistic and for the result."""
-    row = tl.program_id(0)
-    begin, begin_out = row_start(row, inner, outer_stride, inner_stride), row.to(tl.int64) * width
-    mean = 0.0
-    if CENTRE:
-        mean = wide_mean(x, residual, begin, begin_out, width, ADD, BLOCK)
-        tl.store(statistics + rows + row, mean)
-    rstd = tl.rsqrt(wide_variance(x, residual, begin, begin_out, width, mean, ADD, BLOCK) + eps)
-    tl.store(statistics + row, rstd)
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        known = column < width
-        value = wide_value(x, residual, begin, begin_out, column, width, ADD)
-        if ADD:
-            store_rounded(total + begin_out + column, value, known)
-        result = scaled(value - mean, rstd, weight, bias, y, column, known, CENTRE)
-        store_rounded(y + begin_out + column, result, known)
-
-
-@jit
 def projection_kernel(
     dy,
     x,
@@ -417,7 +344,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 def _check(x: Tensor, weight: Tensor) -> None:
     # float64: the definition serves it
     fits = x.dtype != torch.float64 and weight.dtype == x.dtype and weight.shape == x.shape[-1:]
-    assert fits, (x.dtype, weight.dtype, x.shape, weight.shape)
+    assert fits and len(weight) <= WIDEST, (x.dtype, weight.dtype, x.shape, weight.shape)
 
 
 def allocate_outputs(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -446,7 +373,7 @@ def _forward(
         form = configuration("forward", width, x.dtype, capability(x.device))
         x, *view = _rows(x)
         launch(
-            forward_kernel if form.block >= width else wide_forward_kernel,
+            forward_kernel,
             (cdiv(rows, form.rows),),
             form,
             x,

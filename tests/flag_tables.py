@@ -5,7 +5,7 @@
             --further-flag, which continues the line
         field: what else is known of it
 
-A dictionary gives the flags that replace a word in capitals.
+A dictionary gives the flags that replace a word in capitals; they may hold such words in turn.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ class Entry(NamedTuple):
     fields: list[tuple[str, str]]
 
 
+def expand(text: str, words: Mapping[str, str]) -> str:
+    """The text with the flags of each word."""
+    return " ".join(expand(words[word], words) if word in words else word for word in text.split())
+
+
 def read_table(table: str, words: Mapping[str, str]) -> list[Entry]:
     """The entries of a table."""
     lines = [line for line in table.splitlines() if line and not line.startswith("#")]
@@ -29,7 +34,7 @@ def read_table(table: str, words: Mapping[str, str]) -> list[Entry]:
     found: list[Entry] = []
     for line in text.splitlines():
         key, _, given = line.partition(":")
-        flags = " ".join(words.get(word, word) for word in given.split())
+        flags = expand(given, words)
         if key.startswith(" "):
             found[-1].fields.append((key.strip(), flags))
         else:

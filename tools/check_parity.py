@@ -6,15 +6,14 @@ this machine, and compares everything that it logs:
 A layout is words: tpN, cpN, dpN, ppN, a schedule of the pipeline (gpipe, 1f1b, interleaved,
 zero-bubble, zero-bubble-v), vN (virtual stages on each pipeline rank), auto (stages of equal cost),
 sp (sequence parallelism), a2a, allgather, p2p or a2aN+p2p (--cp-comm-type), epN and etpN (experts),
-gathered-tokens (--moe-token-dispatcher-type allgather), paired (--overlap-moe-expert-parallel-
-comm), zeroN (a ZeRO stage), shardN (--zero-shard-size), kept (--zero3-keep-gathered), offload (the
-optimizer on the host), param-offload (weights too), serial (no communication overlaps), mapping
-(--use-tp-pp-dp-mapping). Your flags are kept, except that the run has the given layout, stops after
---steps iterations, computes in float64 and sums and keeps nothing in bf16, does not save, load,
-evaluate or use trackers, and logs metrics (with the parameter norm) every iteration. Shrink the
-model with further flags (--num-layers 2); the last of two equal flags counts. In float64
-rounding is far below the gate, so what differs by more is a bug. Exit code: 0 noise, 1 bug, 2 a run
-failed.
+paired (--overlap-moe-expert-parallel-comm), zeroN (a ZeRO stage), shardN (--zero-shard-size), kept
+(--zero3-keep-gathered), offload (the optimizer on the host), param-offload (weights too), serial
+(no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags are kept, except that the
+run has the given layout, stops after --steps iterations, computes in float64 and sums and keeps
+nothing in bf16, does not save, load, evaluate or use trackers, and logs metrics (with the parameter
+norm) every iteration. Shrink the model with further flags (--num-layers 2); the last of two equal
+flags counts. In float64 rounding is far below the gate, so what differs by more is a bug. Exit
+code: 0 noise, 1 bug, 2 a run failed.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ SWITCHES = {
     "p2p": "--cp-comm-type p2p",
     "offload": "--optimizer-cpu-offload",
     "param-offload": "--param-cpu-offload",
-    "gathered-tokens": "--moe-token-dispatcher-type allgather",
     "paired": "--overlap-moe-expert-parallel-comm",
     **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
 }

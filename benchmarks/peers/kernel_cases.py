@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.kernels import lang, philox
+from megatron.kernels import lang
 from megatron.kernels.activation import activation, activation_backward, activation_reference
 from megatron.kernels.adamw import adamw_
 from megatron.kernels.attention import flash_attention
@@ -29,7 +29,6 @@ from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entrop
 from megatron.kernels.fp8 import quantise, quantise_reference
 from megatron.kernels.grad_norm import sum_of_squares
 from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
-from megatron.kernels.initialise import normal_
 from megatron.kernels.norm import add_norm, norm, norm_backward
 from megatron.kernels.rotary import rotary_
 from torch import Tensor
@@ -768,17 +767,6 @@ def _optimizer_cases(bench: Any, random: Random) -> Iterator[MemoryCase]:
             "ours": lambda: sum_of_squares([grad]),
             "torch": lambda: torch_sum([grad], bench.device),
             "torch, fp32": lambda: torch.linalg.vector_norm(grad),
-        },
-        None,
-    )
-    matrix = master[: count // 4].view(-1, 32 if bench.tiny else 8192)
-    yield (
-        "init",
-        f"initial weights, {matrix.shape[0]} x {matrix.shape[1]}",
-        4.0 * matrix.numel(),
-        {
-            "ours": lambda: normal_(matrix, 1, 2, 0, 0, 0.02),
-            "torch": lambda: philox.normal(matrix, (1, 2), 0, 0, 0.02),
         },
         None,
     )

@@ -252,7 +252,7 @@ def _gluon_compiled(
 def _norm(arch: int) -> Iterator[Call]:
     """Both norms at hidden sizes and, of strided views, at a head's width."""
     widths = [(BF16, 128, False), (BF16, 4096, False), (BF16, 4096, True), (BF16, 8192, True)]
-    widths += [(BF16, 16384, True), (BF16, 65536, True), (FP32, 8192, True)]
+    widths += [(BF16, 16384, True), (FP32, 8192, True)]
     for (dtype, width, add), centre in itertools.product(widths, (False, True)):
         settings = {"rows": 8200, "width": width, "add": add, "centre": centre}
         if width == 128:
@@ -260,10 +260,9 @@ def _norm(arch: int) -> Iterator[Call]:
         name = f"{'add_' * add}{'layer' if centre else 'rms'}_norm_{SHORT[dtype]}_{width}"
         yield (name,), "norm forward", dtype, settings
         names = [f"{name}_backward"]
-        if width > norm.WIDEST["backward"]:
+        if width > norm.WIDEST_BACKWARD:
             names = [f"{name}_projection", *names]
-        if width < 65536:  # whose backward is that of 16384
-            yield tuple(names), "norm backward", dtype, settings
+        yield tuple(names), "norm backward", dtype, settings
 
 
 def _qk_norm(arch: int) -> Iterator[Call]:
@@ -385,14 +384,6 @@ def _grad_norm(arch: int) -> Iterator[Call]:
         yield ("", f"sum of squares {SHORT[dtype]}"), "grad_norm", BF16, settings
 
 
-def _initialise(arch: int) -> Iterator[Call]:
-    """The bytes "spilled" are the array in which sine and cosine reduce arguments that ours never
-    are as large as.
-    """
-    settings = {"rows": 8192, "width": 4096, "skip": 0}
-    yield ("initialise normal",), "initialise", FP32, settings
-
-
 FAMILIES: dict[str, Callable[[int], Iterator[Call]]] = {
     "activation": _activation,
     "adamw": _adamw,
@@ -402,7 +393,6 @@ FAMILIES: dict[str, Callable[[int], Iterator[Call]]] = {
     "fp8": _fp8,
     "grad_norm": _grad_norm,
     "grouped_gemm": _grouped_gemm,
-    "initialise": _initialise,
     "norm": _norm,
     "qk_norm": _qk_norm,
     "rotary": _rotary,

@@ -14,6 +14,7 @@ from megatron.config.input_files import InputError, JsonObject
 from megatron.config.model import FORMER_ROPE, without_former_defaults
 
 WEIGHTS = ("config", "vocab_size")  # what a checkpoint of weights alone has
+FORMER_MODEL_FIELDS = {"init_backend", "moe_token_dispatcher_type"}  # of earlier versions; ignored
 RUN = (
     *WEIGHTS,
     *"iteration consumed_samples scheduled_samples skipped_samples evaluation_due".split(),
@@ -62,10 +63,11 @@ def config_of(state: JsonObject) -> Config:
     require(state, ["config"])
     saved = state["config"]
     known = Config().to_dict()
+    readable = known["model"].keys() | FORMER_MODEL_FIELDS
     unknown = [
         f"{name} {value!r}"
         for name, value in saved.get("model", {}).items()
-        if name not in known["model"] and value not in (None, False)
+        if name not in readable and value not in (None, False)
     ]
     if unknown:
         raise InputError(

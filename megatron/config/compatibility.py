@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.data_paths import DATA_LISTS, read_data_list
 from megatron.config.derive import RunView
 from megatron.config.errors import UserError, collected, nearest_word
 from megatron.config.help import COMMANDS, HELP
@@ -151,14 +150,10 @@ def read(reading: Reading, flag: str, words: Words) -> None:
     with collected(reading.faults, written):
         if row is None:
             raise UserError(_unknown(reading, flag))
-        meant: list[Occurrence] = []
-        if key(flag) in DATA_LISTS:
-            meant = read_data_list(key(flag), words)
-        elif row.verdict in ("equals", "choice"):
-            meant = row.rewrite(words)
-        else:
+        if row.verdict not in ("equals", "choice"):
             reading.foreign.append((flag, words, row))
-        for ours, values in meant:
+            return
+        for ours, values in row.rewrite(words):
             reading.read(ours, values, written=written)
 
 

@@ -1,4 +1,4 @@
-"""The words of --data-path and --split, and files of such words."""
+"""The words of --data-path and --split."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import re
 from fractions import Fraction
 
 from megatron.config.errors import UserError
-from megatron.config.input_files import JSON_LIMIT, decode, parse_json, read_bytes
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")  # a weight of a blend
 Weighted = tuple[float | None, str]  # a weight and the prefix of a dataset's files
-# Flags of other programs whose file has these words.
-DATA_LISTS = ("--data-args-path", "--data-file-list", "--per-split-data-args-path")
 SPLITS = ("train", "valid", "test")
 
 
@@ -50,35 +47,3 @@ def parse_split(text: str) -> list[Fraction]:
         )
     parts += [Fraction(0)] * (3 - len(parts))
     return [part / sum(parts) for part in parts]
-
-
-def read_data_list(flag: str, words: list[str]) -> list[tuple[str, list[str]]]:
-    """Our flags and their words, which the file after one of DATA_LISTS holds. Raises UserError."""
-    if len(words) != 1:
-        raise UserError("takes one file")
-    raw = read_bytes(words[0], JSON_LIMIT)
-    if flag == "--data-args-path":
-        return [("--data-path", decode(raw).split())]
-    if flag == "--data-file-list":
-        return [("--data-path", _weights_and_prefixes(decode(raw)))]
-    # words under the name of each split, as a list or as one text
-    found = []
-    for split, value in parse_json(raw).items():
-        paths = value.split() if isinstance(value, str) else value or []
-        if split not in SPLITS or not isinstance(paths, list):
-            known = ", ".join(SPLITS)
-            raise UserError(f"expected words under {known}, found {split!r}: {value!r}")
-        if paths:  # null is a split without data
-            found.append((f"--{split}-data-path", list(map(str, paths))))
-    return found
-
-
-def _weights_and_prefixes(text: str) -> list[str]:
-    """Those of each line; a corpus may follow."""
-    words: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        entries = line.split()
-        if len(entries) not in (0, 2, 3):
-            raise UserError(f"line {number}: expected a weight, a prefix and a corpus")
-        words += entries[:2]
-    return words

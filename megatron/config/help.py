@@ -1,5 +1,5 @@
-"""`--help`: the groups of flags, one group, or those that a word is about; a completion script; and
-the page that explains a flag.
+"""`--help`: the groups of flags, or one group; a completion script; and the page that explains a
+flag.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ COMMANDS = read_table("""
 TAKES_FILE = ("--config", "--deepspeed-config")
 HELP = read_table("""
 --help: Print the groups; --help GROUP the flags of one, --help all every flag.
---help-search: Print the flags whose name or description contains this word.
 --completion: Print a script that completes flags: source <(python pretrain_gpt.py --completion
     bash)
 """)
-METAVARS = {"--help": "[GROUP]", "--help-search": "WORD", "--completion": "SHELL"}
+METAVARS = {"--help": "[GROUP]", "--completion": "SHELL"}
 # The page that explains a flag: the first whose pattern matches `group.field`.
 PAGES = (
     (r"\.(moe|num_experts|.*expert)", "docs/experts.md"),
@@ -63,16 +62,7 @@ def help_text(argv: list[str]) -> str:
     if flag == "--completion":
         spellings = [name for option in FIELDS.values() for name in option.spellings]
         return COMPLETION.format(flags=" ".join(["--help", *COMMANDS, *spellings]))
-    if flag != "--help-search":
-        return _groups(word)
-    found = [
-        option
-        for option in FIELDS.values()
-        if word.lower() in " ".join([*option.spellings, option.help]).lower()
-    ]
-    if not word or not found:
-        raise UserError(f"--help-search {word}: no flag is about this; give another word")
-    return _listing({"flags": found})
+    return _groups(word)
 
 
 def _groups(name: str) -> str:

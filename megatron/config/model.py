@@ -150,8 +150,6 @@ class ModelConfig:
     """Implementation of the loss."""
     weight_grad_backend: Literal["auto", "apex", "torch"] = kernel_flag()
     """Implementation of the weight gradients' sum in fp32 on a GPU."""
-    init_backend: Backend = kernel_flag()
-    """Implementation of the generator of initial weights; weights on the host are torch's."""
     deterministic_mode: bool = flag(True, change=ROUNDING)
     """Use only kernels that give the same bits every time; others may be faster on a GPU."""
     torch_compile: bool = flag(False, change=KERNEL)
@@ -204,8 +202,6 @@ class ModelConfig:
     """Give each expert equally many tokens, whatever the scores: for speed measurements only."""
     moe_input_jitter_eps: float = expert_steps_flag(0.0, bound=BELOW_ONE)
     """In training multiply what the router reads by random numbers between 1 - eps and 1 + eps."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = expert_rounding_flag("alltoall")
-    """How tokens reach experts; allgather sends less with fewer EP ranks than experts a token."""
     moe_expert_capacity_factor: float | None = expert_steps_flag()
     """Capacity of an expert in even shares of a micro-batch; further tokens skip it.
     Default: no limit."""

@@ -67,8 +67,6 @@ async_save_host_memory / local_checkpoint_dir: whose files are copied instead
 distribute_saved_activations / sequence_parallel: which shards them already
 overlap_moe_expert_parallel_comm / pipeline_schedule={UNPAIRED}:
     which has no pairs of passes; set --pipeline-schedule 1f1b or interleaved
-overlap_moe_expert_parallel_comm / moe_token_dispatcher_type=allgather:
-    set --moe-token-dispatcher-type alltoall
 overlap_moe_expert_parallel_comm / activation_offload:
     which copies during one pass at a time; recompute instead, or remove one of them
 moe_router_enable_expert_bias / moe_router_score_function=softmax:

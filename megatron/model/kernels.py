@@ -13,7 +13,7 @@ from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.config.model import GATED
-from megatron.kernels import grouped_gemm, lang
+from megatron.kernels import grouped_gemm, lang, norm
 from megatron.kernels.attention import unsupported_heads
 from megatron.kernels.attention_backward import unsupported_atomics
 from megatron.kernels.dispatch import (
@@ -191,6 +191,8 @@ EACH_ITS_GRAPH = "under --torch-compile each layer would need its own graph"
 def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str, str]]:
     """Operator -> implementation -> what it cannot do of what the flags ask for."""
     unable = {"attention": _unable_attention(config, arch, dtype)}
+    if config.model.hidden_size > norm.WIDEST:
+        unable["norm"] = {"triton": f"--hidden-size is above {norm.WIDEST}"}
     if config.model.torch_compile:
         unable["dropout"] = {"triton": EACH_ITS_GRAPH}
     if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):

@@ -90,7 +90,7 @@ class Optimizer:
 
         def fill(pairs: list[tuple[Box, Tensor]]) -> None:
             for box, master in pairs:
-                fill_initial(box, master, self.config.training.seed, self.config.model.init_backend)
+                fill_initial(box, master, self.config.training.seed)
 
         self.fill_weights(fill)
 

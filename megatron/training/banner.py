@@ -140,8 +140,7 @@ def _expert_line(prepared: Prepared) -> str:
     return (
         f"{sum(model.expert_layers())} of {model.num_layers} layers have {model.num_experts} "
         f"experts of {model.moe_ffn_hidden_size}, {model.moe_router_topk} for each token: "
-        f"{active:,} parameters are active; {here} experts a rank, "
-        f"{model.moe_token_dispatcher_type}"
+        f"{active:,} parameters are active; {here} experts a rank"
     )
 
 

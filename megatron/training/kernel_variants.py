@@ -21,7 +21,6 @@ from megatron.config.model import GATED
 from megatron.kernels.dispatch import Choice
 from megatron.kernels.self_check import Variant
 from megatron.model.attention.attention import OURS, is_projection_read
-from megatron.model.build import declared
 from megatron.model.fp8 import SCALINGS
 from megatron.model.kernels import masked_by_positions
 from megatron.parallel.blocks import accumulation_dtype
@@ -216,21 +215,6 @@ def _cross_entropy(shape: RunShape) -> Settings:
     return [("cross_entropy", common | {"columns": columns}) for columns in sorted(own) if columns]
 
 
-def _init(shape: RunShape) -> Settings:
-    """Of whole matrices; with ZeRO a rank may begin and end within a row."""
-    # A matrix that another axis cuts has another width on a rank.
-    parts = shape.tp, shape.etp
-    matrices = {
-        (tensor.local_shape(parts[tensor.expert is not None])[1], tensor.init.std)
-        for spec in declared(shape.model, shape.vocab_size).values()
-        for tensor in spec.tensors
-        if tensor.init.std > 0
-    }
-    return [
-        ("initialise", {"width": width, "std": std, "skip": 0}) for width, std in sorted(matrices)
-    ]
-
-
 def _grad_norm(shape: RunShape) -> Settings:
     return [("grad_norm", {"grad": shape.grad, "size": size, "pieces": 2}) for size in SIZES]
 
@@ -299,7 +283,6 @@ VARIANTS = {
     "dropout": _dropout,
     "cross-entropy": _cross_entropy,
     "grouped-gemm": _grouped_gemm,
-    "init": _init,
     "grad-norm": _grad_norm,
     "adam": _adam,
     "fp8": _fp8,

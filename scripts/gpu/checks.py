@@ -46,7 +46,6 @@ OPERATORS = (
     "adamw:fp32",
     "fp8:bf16",
     "grouped_gemm",
-    "initialise:fp32",
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SANITIZER = ("compute-sanitizer", "--tool", "memcheck")

@@ -26,7 +26,7 @@ from megatron.optimizer.optimizer import sum_of_squares
 ROOT = Path(__file__).resolve().parents[2]
 TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
-QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0, kv_channels=64)
+QUIET = ModelConfig(hidden_size=256, hidden_dropout=0.0, attention_dropout=0.0, kv_channels=64)
 FALLBACK = {operator: names[-1] for operator, names in OPERATORS.items()} | {
     "attention": "sdpa",
     "adam": "torch-fused",
@@ -99,7 +99,7 @@ def test_auto_takes_triton_unmeasured_where_it_is_checked_at_start(monkeypatch):
         else:
             assert taken(operator) == FALLBACK[operator]
     unmeasured = f"triton is available if its flag asks for it; {dispatch.NOT_MEASURED}"
-    assert choose("init", "auto", GPU, BF16) == Choice("torch", unmeasured)
+    assert choose("grouped-gemm", "auto", GPU, BF16) == Choice("grouped-mm", unmeasured)
     for architecture in (86, 120):
         monkeypatch.setattr(lang, "capability", lambda device, found=architecture: found)
         assert all(taken(operator) == FALLBACK[operator] for operator in TRITON)
@@ -235,6 +235,11 @@ REFUSED = [
         ".*multiple of 8.*; give --cp-comm-type allgather or a2a$",
         GPU,
         {"cp": "p2p", "kv_channels": 12},
+    ),
+    (
+        "--norm-backend triton: --hidden-size is above 32768; drop the flag, or take torch$",
+        GPU,
+        {"norm_backend": "triton", "hidden_size": 32776},
     ),
     (
         "--adam-implementation apex: module amp_C is missing .*, or take torch-fused$",

@@ -134,7 +134,7 @@ def test_what_auto_takes(monkeypatch):
         (mixture(fp64=True), "torch", "torch"),
     ):
         assert (chosen(config), chosen(config, "cuda")) == (on_cpu, on_gpu)
-    dense = dataclasses.replace(mixture(), model=ModelConfig())
+    dense = dataclasses.replace(mixture(), model=ModelConfig(hidden_size=64))
     assert "grouped-gemm" not in choose_kernels(dense, torch.device("cpu"))[1]
 
 

@@ -32,7 +32,6 @@ CALLS = (
     ("grouped_gemm rows", {"counts": (2, 0, 3), "o": 8, "i": 16}),
     ("grouped_gemm weight", {"counts": (2, 0, 3), "o": 8, "i": 16}),
     ("fp8 tiles", {"rows": 20, "width": 40}),
-    ("initialise", {"rows": 3, "width": 5}),
     ("adamw", {"size": 40}),
     ("grad_norm", {"size": 70, "pieces": 2}),
 )

@@ -456,10 +456,10 @@ moe: pp2 interleaved v2 dp2 ep2 paired zero2, pp2 zero-bubble-v tp2 sp etp1 ep2
 moe: dp4 ep2 offload zero2
 moe-bias: dp2 ep2, dp4 ep2 paired zero1, dp4 ep2 zero3, tp2 sp etp1, cp2 ep2
 moe-bias: tp2 sp etp2 ep2 dp2 paired, pp2 1f1b dp2 ep2 paired zero3
-moe-bias: pp2 zero-bubble dp2 ep2 zero2, dp2 ep2 gathered-tokens, dp4 ep2 param-offload zero3
+moe-bias: pp2 zero-bubble dp2 ep2 zero2, dp4 ep2 param-offload zero3
 moe-recompute: dp4 ep4 zero3, tp2 sp etp1 ep4 dp2 zero1, cp2 p2p dp2 ep4 paired zero2
-moe-recompute: pp2 zero-bubble dp2 ep2, tp2 sp etp2 ep2 dp2 gathered-tokens, dp4 ep4 paired zero2
-moe-capacity: cp2 ep2 gathered-tokens, dp2 ep2, tp2 sp etp1 ep2 paired
+moe-recompute: pp2 zero-bubble dp2 ep2, tp2 sp etp2 ep2 dp2, dp4 ep4 paired zero2
+moe-capacity: cp2 ep2, dp2 ep2, tp2 sp etp1 ep2 paired
 moe-position: cp2 tp2 sp ep2, pp2 zero-bubble dp2 ep2
 moe-act: dp4 ep2 shard2 zero3 kept paired, pp2 zero-bubble-v dp2 ep2
 moe-sparse: dp4 ep4 paired, tp2 sp dp2 ep2 etp2 zero2

@@ -394,8 +394,7 @@ class Draw:
         found += self.drawn("?0.4 --expert-tensor-parallel-size 1|2")
         if size == 1:
             return found
-        gathered = self.drawn("?0.2 --moe-token-dispatcher-type allgather")
-        return found + (gathered or self.drawn("?0.4 --overlap-moe-expert-parallel-comm"))
+        return found + self.drawn("?0.4 --overlap-moe-expert-parallel-comm")
 
     def memory(self, has_experts: bool, is_latent: bool) -> list[str]:
         """What is computed again, in pieces or elsewhere; or graphs, which combine with none."""

@@ -51,7 +51,7 @@ def test_a_mutant_is_a_bug(tmp_path):
 
 WORDS = (
     "tpN, cpN, dpN, ppN, vN, zeroN, shardN, epN, etpN, a2aN+p2p, sp, serial, mapping, auto, kept, "
-    "a2a, allgather, p2p, offload, param-offload, gathered-tokens, paired, gpipe, 1f1b, "
+    "a2a, allgather, p2p, offload, param-offload, paired, gpipe, 1f1b, "
     "interleaved, zero-bubble, zero-bubble-v"
 )
 

@@ -290,11 +290,11 @@ def kernels_as_they_are() -> Iterator[None]:
 @contextlib.contextmanager
 def even_rows(log: Log) -> Iterator[None]:
     """All experts have as many rows: as many have to be sent as there are."""
-    from megatron.model.experts.dispatch import AllToAll
+    from megatron.model.experts.dispatch import Dispatcher
 
-    plan = AllToAll.plan
+    plan = Dispatcher.plan
 
-    def even(self: AllToAll, experts: torch.Tensor, keep: torch.Tensor | None) -> Any:
+    def even(self: Dispatcher, experts: torch.Tensor, keep: torch.Tensor | None) -> Any:
         assert experts.numel() % self.count == 0
         log.number = experts.numel() // self.count
         try:
@@ -302,7 +302,7 @@ def even_rows(log: Log) -> Iterator[None]:
         finally:
             log.number = 0
 
-    with mock.patch.object(AllToAll, "plan", even):
+    with mock.patch.object(Dispatcher, "plan", even):
         yield
 
 

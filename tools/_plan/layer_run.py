@@ -391,15 +391,11 @@ class LayerRun:
 
 
 def _rows_of_expert(config: Config) -> float:
-    """Rows that an expert has where all have as many: of one rank's tokens, or where all ranks'
-    are gathered of theirs.
-    """
+    """Rows of one rank's tokens that an expert has where all have as many."""
     if config.model.num_experts is None:
         return 0.0
     s, b, _ = hidden_shape(config)
-    etp, ep = expert_ranks(config)
-    gathered = etp * ep if config.model.moe_token_dispatcher_type == "allgather" else 1
-    return s * b * config.model.moe_router_topk * gathered / config.model.num_experts
+    return s * b * config.model.moe_router_topk / config.model.num_experts
 
 
 @lru_cache(maxsize=128)
@@ -447,7 +443,7 @@ def without_experts(config: Config) -> Config:
     """That of units without experts, which those of other layers do not concern."""
     if config.model.num_experts is None:
         return config
-    config = config.with_fields("model", num_experts=None, moe_token_dispatcher_type="alltoall")
+    config = config.with_fields("model", num_experts=None)
     return config.with_fields(
         "distributed", expert_model_parallel_size=1, expert_tensor_parallel_size=None
     )

@@ -82,7 +82,6 @@ CHOSEN = (
     "offload_modules activation_offload_fraction min_offloaded_tensor_size "
     "hierarchical_context_parallel_sizes num_layers_per_virtual_pipeline_stage"
 ).split()
-USUAL = {("context_parallel_size", 1), ("moe_token_dispatcher_type", "alltoall")}
 SHORT = 8192  # tokens of a sequence below which context parallelism is not tried
 
 
@@ -112,8 +111,8 @@ class Candidate:
         words = []
         for name, value in (self.layout | self.rung).items():
             # expert-tensor-parallel ranks are as many as tensor-parallel ones by default
-            usual = value == 1 and name.endswith("model_parallel_size")
-            if value is None or value is False or usual or (name, value) in USUAL:
+            usual = value == 1 and name.endswith(("model_parallel_size", "context_parallel_size"))
+            if value is None or value is False or usual:
                 continue
             words.append(flag_name(name))
             if isinstance(value, tuple):
@@ -235,8 +234,7 @@ def _zero(replicas: int, tp: int, pp: int, node_size: int) -> Iterator[Change]:
 
 def _experts(config: Config, tp: int, ranks: int, micro_batches: int) -> Iterator[Change]:
     """How the `ranks` of a pipeline stage hold experts: whole ones, or their matrices shared as
-    others are; and gathered tokens where these are less to send. Passes in pairs, where they can
-    be, if the run has asked for them.
+    others are. Passes in pairs, where they can be, if the run has asked for them.
     """
     model = config.model
     pairs = config.distributed.overlap_moe_expert_parallel_comm and micro_batches > 1
@@ -247,16 +245,11 @@ def _experts(config: Config, tp: int, ranks: int, micro_batches: int) -> Iterato
         width = model.moe_ffn_hidden_size or 0
         if model.num_experts % ep or ranks % (ep * etp) or width % etp:
             continue
-        for dispatcher in ("alltoall", "allgather"):
-            if dispatcher == "alltoall" or 1 < ep < model.moe_router_topk:
-                yield {
-                    "expert_model_parallel_size": ep,
-                    "expert_tensor_parallel_size": etp if tp > 1 else None,
-                    "moe_token_dispatcher_type": dispatcher,
-                    "overlap_moe_expert_parallel_comm": (
-                        pairs and ep > 1 and dispatcher == "alltoall"
-                    ),
-                }
+        yield {
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": etp if tp > 1 else None,
+            "overlap_moe_expert_parallel_comm": pairs and ep > 1,
+        }
 
 
 class Search:
@@ -534,7 +527,6 @@ def _expert_changes(config: Config) -> list[Change]:
         {"expert_model_parallel_size": 2 * ep},
         {"expert_model_parallel_size": ep // 2},
         {"expert_tensor_parallel_size": 1},
-        {"moe_token_dispatcher_type": "allgather"},
         {"overlap_moe_expert_parallel_comm": True},
         EXPERT_ACTIVATIONS,
     ]

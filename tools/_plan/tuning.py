@@ -166,7 +166,7 @@ def _balanced(config: Config) -> Iterator[str]:
 
 
 def _experts(plan: MemoryPlan, found: Estimate) -> Iterator[str]:
-    """Experts over several nodes, and the other way of sending tokens to them."""
+    """Experts over several nodes, and tokens on their way to them."""
     config, node = plan.config, found.hardware.node_size
     etp, ep = expert_ranks(config)
     if ep == 1:
@@ -178,11 +178,6 @@ def _experts(plan: MemoryPlan, found: Estimate) -> Iterator[str]:
             f"way take {share:.0%} of a step"
             + _with_flag(plan, found, "distributed", "expert_model_parallel_size", node // etp)
         )
-    other = {"alltoall": "allgather", "allgather": "alltoall"}
-    name = other[config.model.moe_token_dispatcher_type]
-    gain = _with_flag(plan, found, "model", "moe_token_dispatcher_type", name)
-    if gain:
-        yield f"tokens on their way to experts take {share:.0%} of a step{gain}"
     gain = _with_flag(plan, found, "distributed", "overlap_moe_expert_parallel_comm", True)
     if gain:
         yield f"nothing is computed while tokens travel, {share:.0%} of a step{gain}"

@@ -2,11 +2,8 @@
 
 An assignment is one choice of a token: T tokens have T k assignments. They are sorted by expert, so
 that what goes to one rank lies together, and what comes is put in the order of the experts here.
-
-    alltoall     each assignment's row goes to the rank of its expert, and its output comes back: a
-                 rank sends T k h (ep - 1) / ep elements each way (balanced).
-    allgather    every rank has the rows of all, takes those of its experts, and the sum of all
-                 ranks' outputs is scattered: T h (ep - 1) elements each way. Less where ep < k.
+Each assignment's row goes to the rank of its expert, and its output comes back: a rank sends
+T k h (ep - 1) / ep elements each way (balanced).
 
 Ranks that share the matrices of an expert (etp) first have each other's rows, and at the end the
 sum of their parts. Additions have a fixed order: a token's outputs are gathered and added up choice
@@ -29,7 +26,6 @@ from megatron.distributed.collectives import (
     all_gather,
     all_to_all,
     all_to_all_rows,
-    reduce_scatter,
     start_all_to_all_rows,
 )
 from megatron.distributed.groups import Axis
@@ -191,21 +187,47 @@ class Dispatcher:
     and those that hold other experts; `count`: experts of a layer; `backend`: of their GEMMs.
     """
 
-    gathered: Sequence[Axis] = ()  # whose ranks' rows are all here
-
     def __init__(self, grid: TensorParallel, count: int, backend: str):
         self.grid, self.count, self.backend = grid, count, backend
         self.held = count // grid.experts.size  # experts here
 
+    @torch.no_grad()
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
         """Where assignments [T, k] go whose experts these are; `keep`: those that go anywhere."""
-        raise NotImplementedError
+        ep, etp = self.grid.experts, self.grid.axis
+        # How many rows go to each expert, sorted by expert: what goes to a rank lies together.
+        chosen, assignments = assignments_by_expert(experts, keep, self.count)
+        is_alone = ep.size == etp.size == 1
+        if is_alone and keep is None and self.backend == TRITON:
+            # the GEMMs need no numbers on the host
+            return DispatchPlan(assignments, RowCounts.of(TRITON, chosen))
+        # Every rank learns how many rows come from whom: all-to-all over ep of the counts [E], then
+        # all-gather over etp of what its ranks will receive.
+        coming = all_gather(all_to_all(chosen.view(ep.size, self.held), ep), etp)
+        numbers = np.array(torch.cat([chosen, coming.flatten()]).tolist())  # the host waits here
+        numbers = numbers.reshape(-1, ep.size, self.held)
+        sent, arriving = numbers[0], numbers[1:]
+        assignments = assignments._replace(order=assignments.order[: sent.sum()])
+        counts = RowCounts.of(self.backend, coming, arriving.sum((0, 1)).tolist())
+        if is_alone:
+            return DispatchPlan(assignments, counts)
+        # Rows arrive source by source, and within a source expert by expert; the GEMMs need them
+        # expert by expert.
+        order = transposed_order(coming, int(arriving.sum()))
+        from_ranks = arriving.sum(2)  # rows from each rank of ep, of each rank of etp
+        own = from_ranks[etp.rank]
+        return DispatchPlan(
+            assignments,
+            counts,
+            RowExchange.of(ep, sent.sum(1), own),
+            RowExchange.of(etp, own.sum().repeat(etp.size), from_ranks.sum(1)),
+            order,
+            inverse_of(order),
+        )
 
     def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
         """x [T, h], weights [T, k] -> those of the experts here, [N, h] and [N]."""
-        # all-gather; or permute, all-to-all over ep, all-gather over etp, permute
-        for axis in self.gathered:
-            x, weights = (linear_map(y, all_gather, reduce_scatter, axis) for y in (x, weights))
+        # permute, all-to-all over ep, all-gather over etp, permute
         rows = linear_map(x, _take_rows, _add_up, plan.assignments)
         of_rows = linear_map(weights, _take_weights, _put_weights, plan.assignments)
         if plan.exchange is not None:
@@ -229,66 +251,4 @@ class Dispatcher:
             rows = linear_map(rows, _summed, _spread, plan.spread)
         if plan.exchange is not None:
             (rows,) = _Exchange.apply(plan.exchange, True, rows)
-        y = linear_map(rows, _add_up, _take_rows, plan.assignments)
-        for axis in reversed(self.gathered):
-            y = linear_map(y, reduce_scatter, all_gather, axis)
-        return y
-
-
-class AllToAll(Dispatcher):
-    """Rows go where they are needed."""
-
-    @torch.no_grad()
-    def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
-        ep, etp = self.grid.experts, self.grid.axis
-        # How many rows go to each expert, sorted by expert: what goes to a rank lies together.
-        chosen, assignments = assignments_by_expert(experts, keep, self.count)
-        is_alone = ep.size == etp.size == 1
-        if is_alone and keep is None and self.backend == TRITON:
-            # the GEMMs need no numbers on the host
-            return DispatchPlan(assignments, RowCounts.of(TRITON, chosen))
-        # Every rank learns how many rows come from whom: all-to-all over ep of the counts [E], then
-        # all-gather over etp of what its ranks will receive.
-        coming = all_gather(all_to_all(chosen.view(ep.size, self.held), ep), etp)
-        numbers = np.array(torch.cat([chosen, coming.flatten()]).tolist())  # the host waits here
-        numbers = numbers.reshape(1 + etp.size, ep.size, self.held)
-        sent, arriving = numbers[0], numbers[1:]
-        assignments = assignments._replace(order=assignments.order[: sent.sum()])
-        counts = RowCounts.of(self.backend, coming, arriving.sum((0, 1)).tolist())
-        if is_alone:
-            return DispatchPlan(assignments, counts)
-        # Rows arrive source by source, and within a source expert by expert; the GEMMs need them
-        # expert by expert.
-        order = transposed_order(coming, int(arriving.sum()))
-        from_ranks = arriving.sum(2)  # rows from each rank of ep, of each rank of etp
-        own = from_ranks[etp.rank]
-        return DispatchPlan(
-            assignments,
-            counts,
-            RowExchange.of(ep, sent.sum(1), own),
-            RowExchange.of(etp, own.sum().repeat(etp.size), from_ranks.sum(1)),
-            order,
-            inverse_of(order),
-        )
-
-
-class AllGather(Dispatcher):
-    """All rows go everywhere."""
-
-    def __init__(self, grid: TensorParallel, count: int, backend: str):
-        super().__init__(grid, count, backend)
-        self.gathered = [axis for axis in (grid.experts, grid.axis) if axis.size > 1]
-
-    @torch.no_grad()
-    def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
-        here = self.held
-        own = experts if keep is None else torch.where(keep, experts, self.count)
-        # The choices of all ranks, numbered from this rank's first expert.
-        for axis in self.gathered:
-            own = all_gather(own, axis)
-        own = own - self.grid.experts.rank * here
-        taken = (own >= 0) & (own < here)
-        counts, assignments = assignments_by_expert(own, taken, here)
-        numbers = counts.tolist()  # the host waits here
-        assignments = assignments._replace(order=assignments.order[: sum(numbers)])
-        return DispatchPlan(assignments, RowCounts.of(self.backend, counts, numbers))
+        return linear_map(rows, _add_up, _take_rows, plan.assignments)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
-from megatron.model.experts.dispatch import AllGather, AllToAll, Dispatcher, DispatchPlan
+from megatron.model.experts.dispatch import Dispatcher, DispatchPlan
 from megatron.model.experts.experts import Experts
 from megatron.model.experts.router import (
     AUX_LOSS,
@@ -32,8 +32,6 @@ from megatron.model.spec import matrix, normal, whole_on_every_rank
 
 if TYPE_CHECKING:
     from megatron.model.layer import MicroBatch
-
-_DISPATCHERS: dict[str, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
 
 
 class Routing(NamedTuple):
@@ -62,9 +60,7 @@ class MoE(nn.Module):
         self.layers = sum(config.expert_layers())
         self.router = Router(config, seed, f"{name}.router", parallel)
         self.experts = Experts(config, f"{name}.experts", grid)
-        self.dispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
-            grid, config.num_experts, config.grouped_gemm_backend
-        )
+        self.dispatcher = Dispatcher(grid, config.num_experts, config.grouped_gemm_backend)
         # A dense MLP, shared over the ranks of attention's tensor parallelism.
         width = config.moe_shared_expert_intermediate_size
         self.shared_expert = (

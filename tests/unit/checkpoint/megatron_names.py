@@ -7,7 +7,8 @@ import dataclasses
 import signal
 
 import torch
-from test_huggingface import CASES, build
+from huggingface_models import MODELS
+from test_huggingface import build
 
 from megatron.config.groups import ModelConfig
 
@@ -130,6 +131,7 @@ def their_arguments(model: ModelConfig) -> argparse.Namespace:
     given["swiglu"] = given.pop("activation", "gelu") == "swiglu"
     given["moe_router_load_balancing_type"] = "aux_loss"
     given["moe_aux_loss_coeff"] = 0.0
+    given.pop("latent_norm_epsilon", None)  # one epsilon for all norms there
     given["moe_layer_freq"] = [int(each) for each in model.expert_layers()]
     if model.position_embedding_type == "yarn":
         given["position_embedding_type"] = "rope"
@@ -144,10 +146,9 @@ def their_arguments(model: ModelConfig) -> argparse.Namespace:
 
 def megatron_names(case: str) -> tuple[argparse.Namespace, dict, dict, object]:
     """(arguments, tensors under Megatron-LM's names, our logical tensors, our model) of one of
-    test_huggingface's models.
+    the models of Hugging Face's families.
     """
-    base, changes, _ = CASES[case]
-    config = dataclasses.replace(base, **changes)
+    config = MODELS[case]
     model, held = build(config)
     arguments = their_arguments(config)
     # of classes that a checkpoint may name

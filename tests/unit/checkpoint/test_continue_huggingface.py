@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.tools import convert_checkpoint, generate, preprocess_data
 from test_huggingface import difference
 
 from megatron.checkpoint.reader import open_checkpoint
@@ -17,12 +18,6 @@ from megatron.checkpoint.run_state import config_of
 from megatron.config.arguments import parse_arguments
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.training.pretrain import pretrain
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import convert_checkpoint  # noqa: E402
-import generate  # noqa: E402
-import preprocess_data  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -158,16 +153,6 @@ def test_rows_beyond_the_tokenizer_can_be_left_out(tmp_path):
     with open_checkpoint(tmp_path / "run") as checkpoint:
         assert checkpoint.state["vocab_size"] == IDS
         assert torch.equal(checkpoint["embedding.word.weight"], whole[:IDS])
-
-
-def test_text_of_a_model_without_a_tokenizer_needs_the_flag(tmp_path, capsys):
-    write_model(tmp_path / "hf", "qwen3", *SHAPES["qwen3"])
-    for file in (tmp_path / "hf").glob("tokenizer*"):
-        file.unlink()
-    run(convert_checkpoint, "--from-huggingface", tmp_path / "hf", "--save", tmp_path / "run")
-    assert generate.main(["--load", str(tmp_path / "run"), "--tokenizer-model", "t.json"]) == 2
-    shown = capsys.readouterr().err
-    assert "--tokenizer-type is missing: " in shown and "--mock-data" not in shown
 
 
 # ---- borders of a folder -------------------------------------------------------------------------

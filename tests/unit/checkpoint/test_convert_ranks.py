@@ -10,7 +10,6 @@ import io
 import json
 import multiprocessing
 import re
-import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from checkpoint_cases import same_bits, save_in_shards, whole
+from megatron.tools import convert_checkpoint, generate, inspect_checkpoint
 from megatron.tools._convert import huggingface_files
 from reshard_cases import flags, start
 from test_huggingface import difference
@@ -26,12 +26,6 @@ from test_huggingface import difference
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.groups import Config, ModelConfig
 from megatron.model.build import logical_tensors
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import convert_checkpoint  # noqa: E402
-import generate  # noqa: E402
-import inspect_checkpoint  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 
@@ -85,7 +79,7 @@ def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(tmp_path, gloo_wor
         ours = generate.load_model(checkpoint, torch.device("cpu"))
         ids = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
         assert len(checkpoint.shards) == 4
-        # as in test_huggingface: transformers computes rotary tables and RMSNorm in fp32
+        # transformers computes rotary tables and RMSNorm in fp32
         assert difference(ours.logits(ids), them(ids).logits) < 3e-6
 
         weights = [name for name in checkpoint.names if not name.startswith("optimizer.")]

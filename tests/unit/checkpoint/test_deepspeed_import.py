@@ -8,7 +8,6 @@ proves the same of them.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import same_bits
+from huggingface_models import MODELS
 from megatron.tools._convert.megatron_deepspeed import is_megatron
 from megatron_names import LAYERS, PADDED, VOCAB, megatron_names, tp_part
 from test_convert_ranks import convert
-from test_huggingface import CASES, build, exported
+from test_huggingface import build, exported
 from zero_cases import in_groups, write_rank
 
 from megatron.checkpoint.reader import open_checkpoint
@@ -29,8 +29,7 @@ def write_huggingface(
     root: Path, case: str, kind: str, ranks: int, **extra: object
 ) -> dict[str, torch.Tensor]:
     """A run of a Hugging Face model; returns our logical tensors in fp32."""
-    base, changes, _ = CASES[case]
-    config = dataclasses.replace(base, **changes)
+    config = MODELS[case]
     described, theirs = exported(
         config, {name: value.float() for name, value in build(config)[1].items()}
     )

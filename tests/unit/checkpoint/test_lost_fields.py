@@ -7,9 +7,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from huggingface_models import MODELS, family
 from megatron.tools._convert.huggingface import TRAINING_ONLY, to_huggingface
-from parity.latent_fields import LATENT, ROUTED, YARN
-from test_huggingface import CASES, LLAMA, VOCAB
+from test_huggingface import VOCAB
 
 import pretrain_gpt
 from megatron.config.derive import RunView
@@ -18,11 +18,6 @@ from megatron.config.groups import Config, ModelConfig
 from megatron.config.metadata import KERNEL, ROUNDING, can_act
 from megatron.config.options import FIELDS
 
-MODELS = {name: dataclasses.replace(base, **changes) for name, (base, changes, _) in CASES.items()}
-MODELS["deepseek dense"] = dataclasses.replace(LLAMA, **LATENT)
-MODELS["deepseek"] = dataclasses.replace(
-    LLAMA, q_lora_rank=20, moe_layer_freq="[0]*1+[1]*2", **LATENT, **YARN, **ROUTED
-)
 # Follow from other fields in a resolved model.
 IMPLIED = ("group_query_attention", "num_query_groups", "kv_channels")
 
@@ -34,12 +29,8 @@ def has_no_effect(model: ModelConfig, field: str) -> bool:
     )
 
 
-# One of each family.
-FIRST = list({kind: name for name, (_, _, kind) in reversed(CASES.items())}.values())
-
-
-KINDS = {name: kind for name, (_, _, kind) in CASES.items()}
-KINDS |= {"deepseek dense": "deepseek_v3", "deepseek": "deepseek_v3"}
+# The first of each family.
+FIRST = list({family(name): name for name in reversed(MODELS)}.values())
 
 
 def other_values(name: str, value) -> list:
@@ -68,9 +59,9 @@ def changed_models(model: ModelConfig):
                 yield field.name, changed
 
 
-@pytest.mark.parametrize("name", [*FIRST, "deepseek dense", "deepseek"])
+@pytest.mark.parametrize("name", [*FIRST, "deepseek_v3 whole queries"])
 def test_every_field_changes_the_export_or_is_refused(name):
-    model, kind = MODELS[name], KINDS[name]
+    model, kind = MODELS[name], family(name)
     written = to_huggingface(model, VOCAB, kind=kind)
     dropped = []
     count = 0

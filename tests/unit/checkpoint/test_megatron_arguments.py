@@ -9,6 +9,8 @@ import json
 import pytest
 import torch
 from checkpoint_cases import same_bits
+from huggingface_models import MODELS
+from megatron.tools import generate
 from megatron.tools._convert.megatron_arguments import (
     FORWARD,
     HARMLESS,
@@ -20,8 +22,7 @@ from megatron.tools._convert.megatron_deepspeed import megatron_arguments
 from megatron.tools._convert.pickles import Record, namespace
 from megatron_names import their_arguments, their_tensors
 from test_convert_ranks import convert
-from test_huggingface import LLAMA, VOCAB, build, tokens
-from test_lost_fields import MODELS
+from test_huggingface import VOCAB, build, tokens
 from test_megatron_import import save_alone
 
 from megatron.checkpoint.reader import open_checkpoint
@@ -243,7 +244,7 @@ SPELLINGS = ("stacked", "local_experts.{}.linear_{}.weight", "linear_{1}.weight{
 @pytest.mark.parametrize(
     ("name", "spelling"),
     [
-        *(("deepseek", spelling) for spelling in SPELLINGS),
+        *(("deepseek_v3", spelling) for spelling in SPELLINGS),
         ("mixtral window, top 1", SPELLINGS[1]),
         ("qwen2_moe", SPELLINGS[2]),
         ("llama minus one", "stacked"),
@@ -251,7 +252,7 @@ SPELLINGS = ("stacked", "local_experts.{}.linear_{}.weight", "linear_{1}.weight{
 )
 def test_experts_latent_attention_and_norms_minus_one(tmp_path, name, spelling):
     minus_one = name == "llama minus one"
-    model = LLAMA if minus_one else MODELS[name]
+    model = MODELS["llama" if minus_one else name]
     ours, held = build(model)
     theirs = their_tensors(model, held, spelling)
     arguments = their_arguments(model)
@@ -262,7 +263,6 @@ def test_experts_latent_attention_and_norms_minus_one(tmp_path, name, spelling):
     torch.save({"args": arguments}, tmp_path / "theirs" / "common.pt")
     code, text = convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "run")
     assert code == 0, text
-    import generate
 
     with open_checkpoint(tmp_path / "run") as checkpoint:
         assert sorted(checkpoint.names) == sorted(held)

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import loads, same_bits
+from huggingface_models import MODELS
+from megatron.tools import generate
 from megatron.tools._convert.models import MappedFile
 from megatron.tools._convert.pickles import map_tensor, read_metadata, read_torch_file
 from megatron_names import LAYERS, PADDED, VOCAB, megatron_names, tp_part
 from test_convert_ranks import convert
-from test_huggingface import CASES, tokens
+from test_huggingface import tokens
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -79,8 +81,6 @@ def test_stacked_layers_of_two_ranks_become_ours(tmp_path, gloo_world, case, dim
     code, shown = convert(*words, tmp_path / "one")
     assert code == 0, shown
     assert all(code == 0 for code, _ in gloo_world(2).run(convert, *words, tmp_path / "two"))
-    import generate
-
     for run, shards in (("one", 1), ("two", 2)):
         with open_checkpoint(tmp_path / run) as checkpoint:
             assert len(checkpoint.shards) == shards and sorted(checkpoint.names) == sorted(held)
@@ -113,8 +113,7 @@ def test_flags_from_a_file_and_layers_numbered_in_names(tmp_path):
     save_alone(tmp_path / "theirs", numbered)
     words = ("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "run")
     assert "has no common.pt: give the model's flags with --config" in convert(*words)[1]
-    base, changes, _ = CASES["qwen3"]
-    model = {**vars(base), **changes, "window_size": None}
+    model = {**vars(MODELS["qwen3"]), "window_size": None}
     (tmp_path / "flags.json").write_text(json.dumps({"model": model}))
     (tmp_path / "part.json").write_text(json.dumps({"model": {"num_layers": LAYERS}}))
     shown = convert(*words, "--config", tmp_path / "part.json")[1]

@@ -4,37 +4,14 @@ without it gives the model of the file that transformers writes for it, or is re
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import pytest
+from huggingface_models import MODELS
+from huggingface_models import family as family_of
 from megatron.tools._convert.families import FAMILIES, Family
 from megatron.tools._convert.huggingface import _our_fields, their_config
-from test_huggingface import CASES, VOCAB
-from test_lost_fields import MODELS
-
-from megatron.config.groups import ModelConfig
+from test_huggingface import VOCAB
 
 transformers = pytest.importorskip("transformers")
-
-
-BY_SOFTMAX = {
-    "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": True,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-}
-# The models of each family: those of the tests of logits, and DeepSeek's.
-OF_FAMILY: dict[str, list[ModelConfig]] = {kind: [] for kind in FAMILIES}
-for name, (_, _, kind) in CASES.items():
-    OF_FAMILY[kind].append(MODELS[name])
-for kind in ("deepseek_v3", "deepseek_v2", "glm4_moe_lite"):
-    changes: dict[str, Any] = BY_SOFTMAX if kind == "deepseek_v2" else {}
-    OF_FAMILY[kind] = [
-        MODELS["deepseek dense"],
-        dataclasses.replace(MODELS["deepseek"], **changes),
-    ]
 
 
 def read(kind: str, config: dict) -> dict | None:
@@ -60,7 +37,7 @@ def test_fields_that_are_left_out(kind):
     architecture = getattr(transformers, family.architecture)
     compared = 0
     wrong = []
-    for model in OF_FAMILY[kind]:
+    for model in (MODELS[name] for name in MODELS if family_of(name) == kind):
         whole = their_config(kind, model, VOCAB)
         for names in left_out(whole, family):
             short = {name: value for name, value in whole.items() if name not in names}

@@ -7,7 +7,6 @@ same ones again is all there is to show of loading: then each reads what any oth
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_cases import flip
+from megatron.tools import generate
 from megatron.tools._preprocess.writer import IndexedDatasetWriter
 from megatron.tools._report.metrics_file import read_metrics
 from reshard_cases import (
@@ -37,9 +37,6 @@ from megatron.optimizer.optimizer import Optimizer
 from megatron.training.checkpointing import finalize, save
 from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-import generate  # noqa: E402
 
 # ---- the table: what one layout saves another loads, and continues from --------------------------
 

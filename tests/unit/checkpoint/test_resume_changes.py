@@ -205,8 +205,8 @@ KERNELS = {name for name, option in FIELDS.items() if option.change.kernel} - {
 OTHERWISE = {
     "model": {
         *KERNELS,
-        *"""deterministic_mode fused_linear_cross_entropy init_method_std tiled_mlp moe_router_dtype
-        moe_token_dispatcher_type""".split(),
+        "deterministic_mode",
+        *"fused_linear_cross_entropy init_method_std tiled_mlp moe_router_dtype".split(),
     },
     "precision": {"initial_loss_scale"},  # the checkpoint has the scale
     # compared by content

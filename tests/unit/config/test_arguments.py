@@ -85,7 +85,6 @@ def test_every_field_has_a_flag_a_help_and_its_default():
         ("--lr oops --help", "optimizer      36 flags", "--lr-decay-style"),
         ("--help optimizer", "--lr-decay-style", "--save-interval"),
         ("-h all", "--lr-decay-style", "never there"),
-        ("--help-search nvme", "--optimizer-nvme-offload", "--lr-decay-style"),
         ("--completion bash", "--no-save-optim", "default:"),
     ],
 )
@@ -256,7 +255,6 @@ def test_rules_say_nothing_about_a_flag_whose_value_is_unknown():
         (["--window-size", "511,1"], "--window-size 511,1: Megatron's pair must be W-1,0"),
         (["--window-size", "-1,0"], "for -1 drop the flag"),
         (["--help", "optimiser"], "did you mean optimizer?"),
-        (["--help-search", "zzz"], "give another word"),
         (["--completion", "fish"], "give --completion bash"),
         (["--recompute-modules", "mpl"], "--recompute-modules mpl: choose from core_attn, qkv"),
     ],

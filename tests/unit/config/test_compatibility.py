@@ -171,9 +171,8 @@ ANSWERS = """
     note --replication-jump: --local-redundancy chooses
 --non-persistent-ckpt-type global
     fault --non-persistent-ckpt-type global: frequent checkpoints are kept on each node
---moe-token-dispatcher-type alltoall_seq
-    note --moe-token-dispatcher-type alltoall_seq is alltoall here
-    moe_token_dispatcher_type = alltoall
+--moe-token-dispatcher-type allgather
+    note --moe-token-dispatcher-type: tokens go to their experts and back by an all-to-all
 
 # what changes the result or its safety
 --no-load-lr-state

@@ -29,7 +29,6 @@ FILES = (
     "corpus_text_document.idx",
 )
 CONTENTS = {
-    "data.txt": "0.5 corpus_text_document web\n0.5 corpus_text_document books\n",
     # a vocabulary of 1,003 tokens, without those that were added later
     "ckpt/tokenizer.json": json.dumps({"model": {"vocab": {str(k): k for k in range(1003)}}}),
 }
@@ -157,8 +156,6 @@ zbh1_pretrain_gpt_1.3b.sh
     rotary_percent = 0.25
 finetune_llama.sh
     tokenizer_type = HuggingFaceTokenizer
-ALCF/helpers.sh
-    data_path = ('0.5', 'corpus_text_document', '0.5', 'corpus_text_document')
 run_llama.sh
     tokenizer_type = TikTokenizer
 qwen2_5/run_mcore_qwen.sh

@@ -63,8 +63,6 @@ RULES = """
 # data and tokenizer
 --data-path a
     --data-path a: is not supported with --mock-data; keep one kind of data
---train-data-path a
-    --mock-data: is not supported with --train-data-path a
 --tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model none.json
     --tokenizer-model none.json: no such file or folder; tokenizers are read from local files
 --tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model Qwen/Qwen3-8B
@@ -72,7 +70,7 @@ RULES = """
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model
     --vocab-size 100: must be at least the 101 tokens of the tokenizer
 --padded-vocab-size 100
-    --padded-vocab-size 100: must be at least the 101 tokens of the tokenizer
+    must be at least the 101 tokens of the tokenizer, or give --vocab-size one smaller
 
 # batch, length and learning rate
 --global-batch-size 15
@@ -91,8 +89,6 @@ RULES = """
     1K:8: the first step must be at 0 tokens
 --step-batch-size-schedule 0:8 1:16
     two steps begin at 0 samples
---train-samples 100
-    --train-iters 10: is not supported with --train-samples 100
 --train-iters 0
     --train-iters 0: nothing would be trained
 --lr-decay-samples 100
@@ -107,8 +103,6 @@ RULES = """
     --lr-wsd-decay-iters 9: does not fit
 --lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-fraction 0.2
     --lr-wsd-decay-iters 9: does not fit
---padded-vocab-size 100
-    tokenizer, or give --vocab-size one smaller
 --min-lr 1
     --lr 0.001: must be at least --min-lr 1
 --min-lr 1e-4 --decoupled-lr 1e-5
@@ -141,8 +135,6 @@ RULES = """
     --tiled-mlp 32: must divide the 16 positions of the sequence that a rank holds
 
 # files, and sizes that would take minutes to plan
---save ckpt --async-save --async-save-host-memory 1 --local-checkpoint-dir a --local-save-interval 5
-    --async-save-host-memory 1: is not supported with --local-checkpoint-dir a, whose files
 --save ckpt --save-interval 4 --save-retain-interval 10
     --save-retain-interval 10: must be a multiple of --save-interval
 --save ckpt --save-interval 0 --save-retain-interval 10
@@ -189,8 +181,6 @@ multiple of it; the nearest that fits is 3
     --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move; set
 
 # experts
---disable-bias-linear --num-experts 0
-    --num-experts 0: must be greater than 0
 @experts --moe-router-topk 1
     --moe-router-topk 1: the softmax of one chosen logit is
 @experts --activation-offload --offload-modules mlp_norm mlp_act
@@ -209,9 +199,6 @@ multiple of it; the nearest that fits is 3
     must divide the 2 rank(s) of a pipeline stage
 2 @experts --tensor-model-parallel-size 2
     would all send the same tokens to experts; set --sequence-parallel
-4 @experts --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 @pp 2 \
---pipeline-schedule zero-bubble --global-batch-size 8
-    which has no pairs of passes; set --pipeline-schedule 1f1b or interleaved
 2 @experts --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2
     has no effect with one micro-batch a step
 2 --num-experts 1 --expert-model-parallel-size 2
@@ -248,8 +235,6 @@ multiple of it; the nearest that fits is 3
     --zero-shard-size 4: has no effect without --zero-stage above 0 over several ranks; remove it
 1048576 --zero-stage 1 --zero-shard-size 7
     the nearest that fits is 8
-2 --zero-stage 2 --cuda-graphs
-    --cuda-graphs: is not supported with --zero-stage 2, whose gradient buffers move;
 
 # context parallelism
 3 --context-parallel-size 3 --seq-length 64
@@ -281,8 +266,6 @@ multiple of 256
     blocks of tokens would hold other tokens than in one process; set --no-fp8-wgrad
 
 # stages of a pipeline
-2 @pp 2 --num-layers 4 @per_virtual 0
-    @per_virtual 0: must be greater than 0
 4 --num-layers 30 @pp 4
     --num-layers 30: 4 pipeline rank(s) must share 30 layers evenly, and each rank's must be a \
 multiple of @virtual 1; the nearest is 32, or give
@@ -319,24 +302,7 @@ multiple of @pp 2 stages
 4 --num-layers 8 @pp 4 --pipeline-schedule zero-bubble-v @virtual 1
     @virtual 1 makes 1; change
 
-# rows of the tables of rules.py, each by a run that it refuses
---attention-backend sdpa --attention-dropout 0.1
-    --attention-backend sdpa: is not supported with --attention-dropout 0.1
---position-embedding-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2
-    --use-rope-scaling: is not supported with --rotary-seq-len-interpolation-factor 2
---lr-warmup-fraction 0.1 --lr-warmup-iters 2
-    --lr-warmup-fraction 0.1: is not supported with --lr-warmup-iters 2
---step-batch-size-schedule 0:8 1K:16 --rampup-batch-size 4 4 100
-    is not supported with --rampup-batch-size 4 4 100
---adam-implementation apex --optimizer-cpu-offload
-    --optimizer-cpu-offload: is not supported with --adam-implementation apex
---activation-offload --recompute auto --memory-budget 10
-    --activation-offload: is not supported with --recompute auto
---recompute-granularity selective --torch-compile
-    --recompute-granularity selective: is not supported with --torch-compile
-2 --tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations \
---distribute-saved-activations
-    --distribute-saved-activations: is not supported with --sequence-parallel
+# rows of the other tables of rules.py, each by a run that it refuses
 4 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 30
     --seq-length 30: must be a multiple of --tensor-model-parallel-size 4
 --weight-decay-incr-style cosine --end-weight-decay 0.1
@@ -345,8 +311,6 @@ multiple of @pp 2 stages
     --num-layers 2: must be at least --recompute-num-layers 20
 --tokenizer-type SentencePieceTokenizer --vocab-size 101
     --tokenizer-type SentencePieceTokenizer: set --tokenizer-model
-@experts --moe-router-enable-expert-bias
-    --moe-router-enable-expert-bias: is not supported with --moe-router-score-function softmax
 
 # what is missing
 !--num-layers
@@ -370,8 +334,6 @@ multiple of @pp 2 stages
     --data-path 0.3 a b: give a weight before each prefix
 !--mock-data --tokenizer-type NullTokenizer --valid-data-path b
     --train-data-path is required with --valid-data-path
-!--mock-data --tokenizer-type NullTokenizer --data-path a --train-data-path b
-    --data-path a: is not supported with --train-data-path b; keep one kind of data
 
 # valid combinations
 --num-attention-heads 3 --kv-channels 20

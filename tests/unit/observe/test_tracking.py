@@ -343,7 +343,7 @@ def test_pictures_are_the_first_and_the_last(tmp_path, offline):
 
 
 def test_no_secret_is_stored_anywhere(tmp_path, offline):
-    shown = {"tokens": 3, "token": None, "moe_token_dispatcher_type": "alltoall"}
+    shown = {"tokens": 3, "token": None, "moe_token_drop_policy": "probs"}
     secret = {"wandb_api_key": "another", "API-KEY": "another"}
     stored = {"config": {"paths": [f"s3://{SECRET}@bucket"], **secret, **shown}}
     tracker = Tracker(make(tmp_path, wandb_project="p"), stored, 0)

@@ -23,7 +23,6 @@ EXPERTS = (
 )
 SHARED = "--moe-shared-expert-intermediate-size 1024 --moe-shared-expert-gate "
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
-GATHER = "--moe-token-dispatcher-type allgather "
 H100 = load_hardware("h100")
 
 

@@ -12,7 +12,6 @@ from step_models import (
     CHOICES,
     DENSE,
     EXPERTS,
-    GATHER,
     HEADS,
     HIDDEN,
     SHARED,
@@ -141,12 +140,3 @@ def test_bytes_on_the_way_to_experts():
     assert sent_to_experts(layer.backward_input) == pytest.approx([rows, rows, weights])
     numbers = 32 * 8 * 7 / 8  # of rows, first
     assert sent_to_experts(layer.forward) == pytest.approx([numbers, rows, weights, rows])
-
-
-def test_bytes_of_gathered_tokens():
-    layer = step(f"{EXPERTS} {EP} 8 {GATHER}").operations.layer(1, NO_RECOMPUTE)
-    whole = TOKENS * 7
-    expected = [whole * CHOICES * 4, whole * HIDDEN * 2, whole * HIDDEN * 2]
-    assert sorted(sent_to_experts(layer.backward_input)) == pytest.approx(expected)
-    expected.insert(1, whole * CHOICES * 8)  # and which experts
-    assert sorted(sent_to_experts(layer.forward)) == pytest.approx(expected)

@@ -40,7 +40,7 @@ def size(each: MeasuredPass) -> tuple:
     "setting, flags, index, choice",
     [
         (SAMPLES, TP2 + WHOLE_GEMMS + f"{EP} 8 " + LATENT, 1, NO_RECOMPUTE),
-        (SAMPLES, "--moe-token-dispatcher-type allgather ", 1, choice_of("layernorm+moe")),
+        (SAMPLES, "", 1, choice_of("layernorm+moe")),
         (SAMPLES, "--vocab-size 2000 ", -1, NO_RECOMPUTE),
         (EP, "", 1, WHOLE),
     ],

@@ -25,7 +25,7 @@ from megatron.tools._plan.step import Cost, least_pipeline_seconds
 from megatron.tools._plan.step_table import estimate, explain_report, search_report
 from megatron.tools._plan.tuning import tuning_lines
 from megatron.tools._plan.verdict import RESERVE
-from step_models import DENSE, EXPERTS, GATHER, H100, TOKENS, VOCABULARY, asked, resolved, step
+from step_models import DENSE, EXPERTS, H100, TOKENS, VOCABULARY, asked, resolved, step
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
@@ -123,7 +123,6 @@ def changes_of(flags: str, world: int) -> list[dict]:
                 "overlap_moe_expert_parallel_comm": {True, False},
                 "expert_model_parallel_size": {1, 2, 4, 8, 16},
                 "expert_tensor_parallel_size": {None, 1, 2, 4, 8},
-                "moe_token_dispatcher_type": {"alltoall", "allgather"},
             },
         ),
     ],
@@ -232,8 +231,7 @@ def test_advice_about_experts():
     assert f"{EP} 32 spans nodes of 8 GPUs" in text
     assert f"{EP} 8 makes it" in text and "GiB" in text
     assert "nothing balances the experts' tokens" in text
-    text = advice(f"{balanced} {GATHER} {EP} 8", 8)
-    assert "--moe-token-dispatcher-type alltoall makes it" in text
+    text = advice(f"{balanced} {EP} 8", 8)
     assert "nothing balances" not in text and "spans nodes" not in text
     assert f"{PAIRS} makes it" in advice(f"{balanced} {EP} 16", 16)
     assert "while tokens travel" not in advice(f"{balanced} {EP} 16 {PAIRS}", 16)

@@ -1,15 +1,8 @@
 """Text from a checkpoint."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import generate as tool
+from megatron.tools import generate as tool
 
 from pretrain_gpt import main
 

@@ -4,23 +4,12 @@ pretrain_gpt.py gives.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from megatron.tools import plan
+from megatron.tools._plan.checkpoint import best_interval, shard_bytes, time_lost
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import plan  # noqa: E402
-from megatron.tools._plan.checkpoint import (  # noqa: E402
-    best_interval,
-    shard_bytes,
-    time_lost,
-)
-
-import pretrain_gpt  # noqa: E402
-from megatron.config.validate import resolve  # noqa: E402
+import pretrain_gpt
+from megatron.config.validate import resolve
 
 FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
 --micro-batch-size 4 --global-batch-size 512

@@ -1,13 +1,11 @@
 """The picture of context parallelism: drawn from the code, and the one in docs/."""
 
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
+from megatron.tools import plot_context_parallel as tool
 
-import plot_context_parallel as tool
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_visible_pair_of_chunks_is_computed_once():

@@ -6,19 +6,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import plot_schedule
+from megatron.tools import plot_schedule
 from megatron.tools._plan.simulate import Costs, simulate
 
 from megatron.parallel.schedule import build_schedule
 from megatron.parallel.timeline import Timeline
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def measured(
