@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from megatron.kernels import (
     rotary,
 )
 from megatron.kernels.configurations import Row
-from megatron.kernels.self_check import Variant
+from megatron.kernels.self_check import Variant, remember
 from torch import Tensor
 
 Results = tuple[Tensor, ...]
@@ -466,8 +468,10 @@ CASES: dict[str, Callable[[Draw, dict[str, Any], str], Case]] = {
 
 def main() -> None:
     """The child: reads a request from stdin, writes a line when it is ready and a JSON line for
-    each variant to stdout. Ends after an error, which may have cost it its CUDA context.
+    each variant to stdout. Ends after an error, which may have cost it its CUDA context, and by an
+    alarm when a variant takes too long.
     """
+    parent = os.getppid()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # compilers print to stdout; send that to stderr
     request = json.loads(sys.stdin.read())
@@ -476,9 +480,14 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.zeros(1, device=device)
     answers.write("ready\n")
-    for each in request["variants"]:
+    for each, file in zip(request["variants"], request["files"]):
+        if os.getppid() != parent:  # the run has ended
+            return
+        signal.alarm(request["limit"])
         try:
             fault = wrong(case_of(Variant(**each), device))
         except Exception as error:  # whatever a compiler or a launch raises
             sys.exit(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        if not fault:
+            remember(Path(file))
         answers.write(json.dumps({"fault": fault}) + "\n")

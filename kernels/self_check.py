@@ -2,10 +2,10 @@
 small shapes and compared with its definition.
 
 A child process (cases.py) computes, because an illegal address ends a CUDA context and a hang never
-returns: either costs the operator it happened in, and another child continues after it. The parent
-itself does not touch the device. A result is remembered next to Triton's own compiled kernels, by
-the text of the kernels, their configurations, the versions and the device, so that only the first
-start after a change computes.
+returns: either costs the operator it happened in, and another child continues after it. An alarm
+ends a child that hangs. The parent itself does not touch the device. A result is remembered next to
+Triton's own compiled kernels, by the text of the kernels, their configurations, the versions and
+the device, so that only the first start after a change computes.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import contextlib
 import hashlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from subprocess import PIPE
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 import torch
 from megatron.kernels import lang
 
 HERE = Path(__file__).parent
+START_LIMIT_S = 300  # until a child is ready: busy file systems import slowly
+LIMIT_S = 120  # for each variant, compilation included
+# The alarm keeps its default action, which also ends a process that hangs in a library.
 COMMAND = (
     sys.executable,
     "-c",
-    f"import sys; sys.path.insert(0, {str(HERE.parent)!r}); "
+    "import signal, sys; signal.signal(signal.SIGALRM, signal.SIG_DFL); "
+    f"signal.alarm({START_LIMIT_S}); sys.path.insert(0, {str(HERE.parent)!r}); "
     "from megatron.kernels import cases; cases.main()",
 )
-START_LIMIT_S = 300.0  # until a child is ready: busy file systems import slowly
-LIMIT_S = 120.0  # for each variant, compilation included
 
 
 @dataclass(frozen=True)
@@ -85,38 +85,28 @@ def faults(variants: Mapping[str, Sequence[Variant]], device: torch.device) -> d
 
 def _lines_of_child(variants: Sequence[Variant], device: torch.device) -> tuple[list[bytes], str]:
     """(what a process that computes the variants in order writes: a line when it is ready, and one
-    for each variant; why lines are missing). It is killed when it is silent for too long. What
-    passes is remembered.
+    for each variant; why lines are missing). The process remembers what passes.
     """
-    request = {"device": str(device), "variants": [asdict(each) for each in variants]}
-    lines: list[bytes] = []
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as log:
+    request = {
+        "device": str(device),
+        "limit": LIMIT_S,
+        "variants": [asdict(each) for each in variants],
+        "files": [str(_place(each, device)) for each in variants],
+    }
+    with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as log:
         stdin.write(json.dumps(request).encode())
         stdin.seek(0)
-        # without a buffer, in which poll would not see a line
-        process = subprocess.Popen(COMMAND, bufsize=0, stdin=stdin, stdout=PIPE, stderr=log)
-        with process:
-            poll = select.poll()
-            poll.register(process.stdout, select.POLLIN)
-            try:
-                for limit in (START_LIMIT_S, *(LIMIT_S for _ in variants)):
-                    if not poll.poll(1000 * limit):
-                        return lines, f"no result after {limit:g} s"
-                    line = process.stdout.readline()
-                    if not line.endswith(b"\n"):
-                        return lines, _reason(process, log)
-                    # at once: a collective of another rank may time out and end this process
-                    if lines and not json.loads(line)["fault"]:
-                        _remember(_place(variants[len(lines) - 1], device))
-                    lines.append(line)
-            finally:
-                process.kill()
-    return lines, ""
+        # not a pipe, which a compiler that outlives the process would keep open
+        code = subprocess.run(COMMAND, stdin=stdin, stdout=stdout, stderr=log).returncode
+        stdout.seek(0)
+        *lines, _unfinished = stdout.read().split(b"\n")
+        if code == -signal.SIGALRM:
+            return lines, f"no result after {LIMIT_S if lines else START_LIMIT_S} s"
+        return lines, _reason(code, log)
 
 
-def _reason(process: subprocess.Popen, log: IO[bytes]) -> str:
+def _reason(code: int, log: IO[bytes]) -> str:
     """How a process ended, with the last line that it logged."""
-    code = process.wait()
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -147,7 +137,7 @@ def _versions(device: torch.device) -> tuple[str, ...]:
     )
 
 
-def _remember(passed: Path) -> None:
+def remember(passed: Path) -> None:
     """Nodes that share a folder may do so at once; where it cannot be written, the next start
     checks again.
     """
