@@ -21,6 +21,7 @@ from megatron.config.model import GATED
 from megatron.kernels.dispatch import Choice
 from megatron.kernels.self_check import Variant
 from megatron.model.attention.attention import OURS, is_projection_read
+from megatron.model.build import hidden_shape
 from megatron.model.fp8 import SCALINGS
 from megatron.model.kernels import masked_by_positions
 from megatron.parallel.blocks import accumulation_dtype
@@ -41,18 +42,17 @@ class RunShape:
         model, distributed = config.model, config.distributed
         self.config, self.model, self.dtype = config, model, dtype
         self.padded_vocab, self.vocab_size = padded_vocab, vocab_size
-        self.batch = config.training.micro_batch_size
         self.tp, (self.etp, self.ep) = distributed.tensor_model_parallel_size, expert_ranks(config)
-        # Context parallelism cuts the sequence, and sequence parallelism cuts a rank's hidden
-        # states again; `tokens`: of tensors that tensor parallelism does not split.
-        own = config.data.seq_length // distributed.context_parallel_size
-        self.tokens = own * self.batch
-        self.length = max(own // (self.tp if distributed.sequence_parallel else 1), 1)
+        # Positions of a rank, and those of its hidden states, which sequence parallelism cuts.
+        positions = config.data.seq_length // distributed.context_parallel_size
+        self.length, self.batch, _ = hidden_shape(config)
+        self.tokens = positions * self.batch
+        self.sizes = {"s": alike(positions, 16), "b": alike(self.batch, 2)}
         # Query groups of a rank's projection, queries of each, and the head dimension. With fewer
         # groups than tensor-parallel ranks, several ranks hold the same group.
-        groups = max(1, (model.num_query_groups or model.num_attention_heads) // self.tp)
+        groups = max(1, model.num_query_groups // self.tp)
         queries = model.num_attention_heads // self.tp // groups
-        self.heads = {"g": groups, "m": queries, "d": model.kv_channels or 0}
+        self.heads = {"g": groups, "m": queries, "d": model.kv_channels}
         # A layer of each form of attention.
         forms = {(each.window, each.rotary): each for each in layer_records(model)}
         self.forms = list(forms.values())
@@ -151,10 +151,9 @@ def _norm(shape: RunShape) -> Settings:
         return found
     # Norms of queries and keys: in the projection's output together with the rotation, or on
     # separate tensors.
-    sizes = {"s": alike(shape.config.data.seq_length, 16), "b": alike(shape.batch, 2)}
     turned = {each.rotary * model.rotary_width for each in shape.forms if shape.is_fused(each)}
     for turns in sorted(turned):
-        found += _both_passes("qk_norm", common | sizes | heads | {"rotary": turns})
+        found += _both_passes("qk_norm", common | shape.sizes | heads | {"rotary": turns})
     if all(map(shape.is_fused, shape.forms)):
         return found
     widths = [(heads["d"], heads["d"]), (heads["d"], (heads["m"] + 2) * heads["d"])]
@@ -170,8 +169,7 @@ def _rotary(shape: RunShape) -> Settings:
     turned = [each for each in shape.forms if each.rotary]
     if not turned or (model.qk_layernorm and shape.is_fused(turned[0])):  # qk_norm turns them
         return []
-    length = shape.config.data.seq_length // shape.config.distributed.context_parallel_size
-    common = {"s": alike(length, 16), "b": alike(shape.batch, 2), "rotary": model.rotary_width}
+    common = shape.sizes | {"rotary": model.rotary_width}
     g, m, d = heads.values()
     tensors = [{"n": n, "d": d} for n in sorted({g * m, g})] if model.qk_layernorm else [heads]
     return [
@@ -188,7 +186,7 @@ def _activation(shape: RunShape) -> Settings:
     found: list[Setting] = []
     if model.num_experts is not None:  # the rows of routed experts differ from step to step
         widths.append(model.moe_shared_expert_intermediate_size)
-        routed = {"width": (model.moe_ffn_hidden_size or 0) // shape.etp, "bias": False}
+        routed = {"width": model.moe_ffn_hidden_size // shape.etp, "bias": False}
         found = [routed | {"rows": number} for number in (64, 65)]
     dense = {"rows": rows, "bias": model.add_bias_linear}
     found += [dense | {"width": width // shape.tp} for width in widths if width]
@@ -239,11 +237,11 @@ def _adam(shape: RunShape) -> Settings:
 
 def _grouped_gemm(shape: RunShape) -> Settings:
     model, h = shape.model, shape.model.hidden_size
-    width = (model.moe_ffn_hidden_size or 0) // shape.etp
+    width = model.moe_ffn_hidden_size // shape.etp
     # A gated activation has two matrices in one; each weight gradient is overwritten once a step
     # and added to afterwards.
     fused = width * (2 if model.activation in GATED else 1)
-    pairs, experts = ((fused, h), (h, width)), (model.num_experts or 0) // shape.ep
+    pairs, experts = ((fused, h), (h, width)), model.num_experts // shape.ep
     sizes = [{"experts": experts, "o": alike(o, 272), "i": alike(i, 272)} for o, i in pairs]
     return [("grouped_gemm rows", size) for size in sizes] + [
         ("grouped_gemm weight", size | {"grad": shape.grad, "overwrite": overwrite})

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.kernels.dispatch import CANDIDATES
@@ -125,18 +124,9 @@ def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
 
 def choose_attention(config: ModelConfig, *, training: bool) -> str:
     """The attention core: what the flag names; of `auto` torch's fused one where that is enough."""
-    backend = config.attention_backend
-    if backend in (*OURS, "plain"):
-        return backend
-    needs_plain = beyond_sdpa(config, training=training)
-    if backend not in SDPA:
-        return "plain" if needs_plain else "sdpa"
-    if needs_plain:
-        raise UserError(
-            f"--attention-backend {backend} cannot compute {', '.join(needs_plain)}: drop it, "
-            "or take --attention-backend auto"
-        )
-    return backend
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    return "plain" if beyond_sdpa(config, training=training) else "sdpa"
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
