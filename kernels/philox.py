@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.config.workspace import DROPOUT_COUNTERS
-
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+# Counters of random words computed at once, and the bytes of one (six of int64). On a CPU for each
+# thread (torch gives a thread no less), whose part of the working set stays in its core's cache; a
+# GPU wants few launches instead.
+DROPOUT_COUNTERS = {"cpu": 1 << 15, "cuda": 1 << 22}
 
 # two numbers of 32 bits, or 0-dimensional int64 tensors
 Key = tuple[int, int] | tuple[Tensor, Tensor]

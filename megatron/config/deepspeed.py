@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.config import compatibility
 from megatron.config.derive import RunView, condition_text, data_parallel_size, spelled
-from megatron.config.errors import UserError, about, collected, first_faults, shortened
+from megatron.config.errors import UserError, about, collected, shortened
 from megatron.config.groups import LR_DECAYS
 from megatron.config.input_files import SETTINGS_LIMIT, read_json
 from megatron.config.metadata import flag_name
@@ -227,8 +227,7 @@ def compare_with_deepspeed(path: str, reading: Reading) -> None:
         section = _section(key, "refused")
         with collected(faults, section if section not in ("", key) else written):
             reading.notes.append(f"DeepSpeed's {written}: {file.answer(key, value)}")
-    distinct = [f"{where}: {fault}" for fault in dict.fromkeys(faults)]
-    reading.faults += first_faults(distinct, where)
+    reading.faults += [f"{where}: {fault}" for fault in faults]
 
 
 def _keys(content: dict, faults: list[str], section: str = "") -> Iterator[tuple[str, Any]]:

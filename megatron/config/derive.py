@@ -193,9 +193,10 @@ class RunView:
         return self.num_query_groups == self.num_attention_heads
 
     @property
-    def layer_parts(self) -> tuple[str, ...]:
-        """Words of --recompute-layers."""
-        return tuple(re.split("[+* ]", " ".join(self.recompute_layers or ())))
+    def recomputed_parts(self) -> tuple[str, ...]:
+        """Words of --recompute-modules and --recompute-layers."""
+        words = (*(self.recompute_modules or ()), *(self.recompute_layers or ()))
+        return tuple(re.split("[+* ]", " ".join(words)))
 
     @property
     def dense_mlps(self) -> bool:

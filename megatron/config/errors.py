@@ -8,8 +8,6 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-MOST_FAULTS = 20  # of one file that are listed
-
 
 class UserError(ValueError):
     """Something that the user can correct: its text names the file, flag or value and the fix.
@@ -44,12 +42,6 @@ def collected(faults: list[str], what: str) -> Iterator[None]:
         yield
     except UserError as problem:
         faults.append(f"{what}: {problem}")
-
-
-def first_faults(faults: list[str], source: str) -> list[str]:
-    """The faults of one file, or the first of many and how many more `source` has."""
-    more = f"{source}: and {len(faults) - MOST_FAULTS} more faults"
-    return faults[:MOST_FAULTS] + [more] * (len(faults) > MOST_FAULTS)
 
 
 def some(words: list[str], most: int, between: str = ", ") -> str:

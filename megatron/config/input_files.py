@@ -34,14 +34,6 @@ KINDS = {
     float: "a number",
     type(None): "null",
 }
-SPECIAL = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe (FIFO)",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
-
 TAG = "tag:yaml.org,2002:"  # of the values that YAML knows by itself
 INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)")
 DECIMAL = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -66,11 +58,9 @@ def open_regular(path: str | Path) -> BinaryIO:
         raise InputError(error.strerror) from error
     except ValueError as error:
         raise InputError("a path cannot hold this character") from error
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        kind = SPECIAL.get(stat.S_IFMT(mode), "a special file")
-        raise InputError(f"is {kind}, not a regular file")
+        raise InputError("is not a regular file")
     return open(descriptor, "rb")
 
 
@@ -234,8 +224,6 @@ def path_fault(path: str) -> str:
         return "holds a character that a path cannot hold"
     if re.search(r"\$\{|(^|/)\$[A-Za-z_]", path):
         return "holds a shell variable that was not replaced; write its value"
-    if len(path.encode()) > PATH_BYTES:
-        return f"a path of {len(path.encode()):,} bytes; at most {PATH_BYTES:,} are taken"
-    if max(len(name.encode()) for name in path.split("/")) > NAME_BYTES:
-        return f"a name in this path is longer than the {NAME_BYTES} bytes that file systems take"
+    if max(len(name.encode()) for name in path.split("/")) > NAME_BYTES or len(path) > PATH_BYTES:
+        return f"is too long: Linux takes {PATH_BYTES:,} bytes, {NAME_BYTES} for each name"
     return ""

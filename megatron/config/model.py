@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megatron.config.layers import expert_pattern
+from megatron.config.layers import MOST_LAYERS, expert_pattern
 from megatron.config.metadata import (
     BELOW_ONE,
     DROPOUT,
@@ -16,11 +16,13 @@ from megatron.config.metadata import (
     ROUNDING,
     SHARE,
     STEPS,
+    Bound,
     flag,
     model_flag,
     position_flag,
 )
 
+LAYERS = Bound(f"from 1 to {MOST_LAYERS:,}", lambda value: 1 <= value <= MOST_LAYERS)
 ROTARY = "position_embedding_type=rope,yarn"
 YARN = "position_embedding_type=yarn"
 yarn_flag = partial(position_flag, needs=YARN, idle_without=ROTARY)
@@ -55,7 +57,7 @@ GATED = tuple(kind for kind, is_gated in ACTIVATIONS.items() if is_gated)
 class ModelConfig:
     """Shape of the transformer, attention, experts, kernels."""
 
-    num_layers: int | None = model_flag()
+    num_layers: int | None = model_flag(bound=LAYERS)
     """Number of transformer layers."""
     hidden_size: int | None = model_flag()
     """Hidden size of the transformer."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import compatibility
-from megatron.config.errors import UserError, collected, did_you_mean, first_faults, shortened
+from megatron.config.errors import UserError, collected, did_you_mean, shortened
 from megatron.config.groups import GROUPS, Config
 from megatron.config.help import COMMANDS, TAKES_FILE
 from megatron.config.input_files import SETTINGS_LIMIT, path_fault, read_bytes, read_settings
@@ -146,7 +146,7 @@ def read_config(path: str) -> Reading:
             isinstance(value, dict) and name not in SECTIONS for name, value in content.items()
         )
         (_read_flat if is_flat else _read_groups)(reading, content)
-    reading.faults = first_faults([f"{where}: {fault}" for fault in reading.faults], where)
+    reading.faults = [f"{where}: {fault}" for fault in reading.faults]
     given = [name for name in reading.set_by if reading.value(name) != FIELDS[name].default]
     reading.set_by = dict.fromkeys(given, "")
     return reading

@@ -139,18 +139,14 @@ num_experts activation_offload offload_modules=mlp_fc1,mlp_act,mlp_fc2:
     @offload_modules: activations of experts (mlp_fc1, mlp_act, mlp_fc2) are not offloaded; drop
     these, or recompute them with --recompute-modules moe_act
 # recomputation
-recompute_modules=moe,moe_act num_experts=None:
-    @recompute_modules: moe and moe_act need --num-experts; give mlp or mlp_act
-layer_parts=moe,moe_act num_experts=None:
-    @recompute_layers: moe and moe_act need --num-experts; give mlp or mlp_act
-recompute_modules=mlp,mlp_act num_experts dense_mlps=False:
-    @recompute_modules: mlp and mlp_act need a dense MLP, which no layer has; give moe or moe_act
-layer_parts=mlp,mlp_act num_experts dense_mlps=False:
-    @recompute_layers: mlp and mlp_act need a dense MLP, which no layer has; give moe or moe_act
-recompute_modules=mla_up_proj multi_latent_attention=False:
-    @recompute_modules: mla_up_proj needs --multi-latent-attention; give qkv
-layer_parts=mla_up_proj multi_latent_attention=False:
-    @recompute_layers: mla_up_proj needs --multi-latent-attention; give qkv
+recomputed_parts=moe,moe_act num_experts=None:
+    --recompute-modules or --recompute-layers: moe and moe_act need --num-experts; give mlp or
+    mlp_act
+recomputed_parts=mlp,mlp_act num_experts dense_mlps=False:
+    --recompute-modules or --recompute-layers: mlp and mlp_act need a dense MLP, which no layer has;
+    give moe or moe_act
+recomputed_parts=mla_up_proj multi_latent_attention=False:
+    --recompute-modules or --recompute-layers: mla_up_proj needs --multi-latent-attention; give qkv
 # activations on the host
 activation_offload torch_compile recompute_granularity!=full|recompute_method=block:
     --activation-offload: is not supported with --torch-compile, which fixes what a layer keeps;
@@ -158,7 +154,7 @@ activation_offload torch_compile recompute_granularity!=full|recompute_method=bl
 activation_offload offload_modules=attn_proj offload_modules!=core_attn:
     @offload_modules: core attention keeps attn_proj's input too; add core_attn
 activation_offload offload_modules=layer_input recompute=None recompute_granularity!=full
-    layer_parts!=full:
+    recomputed_parts!=full:
     @offload_modules: layer_input needs recomputed layers; set --recompute-granularity full
 activation_offload offload_modules offload_modules!=layer_input recompute_granularity=full
     recompute_method!=block:

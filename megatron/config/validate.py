@@ -9,10 +9,11 @@ fault already.
 
 from __future__ import annotations
 
+import glob
 import math
 import os
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from megatron.config.batch_schedule import batch_steps
 from megatron.config.data_paths import parse_blend, parse_split
 from megatron.config.derive import RunView, attention_ranks, derive, expert_ranks
 from megatron.config.errors import ArgumentErrors, UserError, about, collected, nearest
-from megatron.config.foreign_checkpoint import foreign_checkpoint
 from megatron.config.fp8 import BLOCK, MULTIPLE, layer_in_fp8, linear_shapes, wide_linears
 from megatron.config.groups import DECAYING, FINAL_DECAY, Config
 from megatron.config.layers import MOST_LAYERS, rotary_layers, windowed_layers
@@ -28,7 +28,7 @@ from megatron.config.metadata import flag_name
 from megatron.config.model import ROTARY, ModelConfig
 from megatron.config.recompute import layer_words
 from megatron.config.rules import NUMBERS, Faults, Rule, multiple, ranges, remarks, tables
-from megatron.config.schedules import SCHEDULES, planned_micro_batches
+from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import (
     AUTO,
     COUNTED,
@@ -41,10 +41,6 @@ from megatron.config.stages import (
     stage_count,
 )
 
-MOST_MICRO_BATCHES = 100_000  # of one step on one rank, each an entry of the schedule
-MOST_INCREMENTS = 100_000  # of a ramp-up
-MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline
-
 RULES: list[tuple[str, Rule]] = []
 
 
@@ -56,26 +52,6 @@ def rule(conditions: str) -> Callable[[Rule], Rule]:
         return function
 
     return added
-
-
-def _bounds(run: RunView) -> Faults:
-    """Sizes beyond which the plan and the schedule would take minutes to compute."""
-    layers, count = run.num_layers or 0, run.micro_batches or 0
-    passes = increments = 0
-    if run.pp > 1 and count <= MOST_MICRO_BATCHES:
-        passes = layers * planned_micro_batches(run.pipeline_schedule, run.pp, count)
-    if run.has("global_batch_size") and len(run.rampup_batch_size or ()) == 3:
-        start, step, _ = run.rampup_batch_size
-        increments = (run.global_batch_size - start) // step if step > 0 else 0
-    fewer = "raise --micro-batch-size, or use more data-parallel ranks"
-    for number, most, text, fix in (
-        (layers, MOST_LAYERS, "@num_layers: {} layers", "give fewer"),
-        (count, MOST_MICRO_BATCHES, "@global_batch_size: {} micro-batches of a rank", fewer),
-        (passes, MOST_PASSES, "@global_batch_size: {} passes of layers in a step", fewer),
-        (increments, MOST_INCREMENTS, "@rampup_batch_size: {} increments", "raise the increment"),
-    ):
-        if number > most:
-            yield f"{text.format(f'{number:,}')}, at most {most:,} are planned for; {fix}"
 
 
 # ---------------------------------------------------------------- the layout
@@ -177,16 +153,6 @@ def _pipeline_schedule(run: RunView) -> Faults:
         f"@{(*given, VIRTUAL)[0]} makes {virtual}; change that, or give --pipeline-schedule "
         f"{'1f1b' if virtual == 1 else 'interleaved'}"
     )
-
-
-def _bubble(run: RunView) -> Faults:
-    count = run.micro_batches
-    if run.pp > 1 and count is not None and count < run.pp:
-        idle = (run.pp - 1) / (count + run.pp - 1)
-        yield (
-            f"@global_batch_size: {count} micro-batch(es) for {run.pp} pipeline ranks leave "
-            f"(P-1)/(m+P-1) = {idle:.0%} of a step idle under 1f1b; a larger one leaves less"
-        )
 
 
 # ---------------------------------------------------------------- the model
@@ -348,6 +314,7 @@ def _fp8_tokens(run: RunView) -> Faults:
 # ---------------------------------------------------------------- data and tokenizer
 
 
+ABSENT_TOKENIZER = "no such file or folder; tokenizers are read from local files"
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -372,24 +339,12 @@ def _dataset_files(run: RunView, field: str) -> Faults:
 RULES += [(field, partial(_dataset_files, field=field)) for field in DATA_PATHS]
 
 
-def absent_tokenizer(flag: str, path: str) -> str:
-    absent = "no such file or folder; tokenizers are read from local files"
-    if flag != "--tokenizer-model" or path.endswith((".json", ".model", ".tiktoken", ".txt")):
-        return absent
-    return (
-        f"{absent}: for one of the Hugging Face Hub run `hf download {path} tokenizer.json "
-        "tokenizer_config.json --local-dir DIR`, and give --tokenizer-model DIR with "
-        "--tokenizer-type HuggingFaceTokenizer"
-    )
-
-
 @rule("tokenizer_type!=None,NullTokenizer")
 def _tokenizer(run: RunView) -> Faults:
     is_bpe = run.tokenizer_type == "GPT2BPETokenizer"
     for field in run.given("vocab_file", "merge_file") if is_bpe else run.given("tokenizer_model"):
-        path = getattr(run, field)
-        if not os.path.exists(path):
-            yield f"@{field}: {absent_tokenizer(flag_name(field), path)}"
+        if not os.path.exists(getattr(run, field)):
+            yield f"@{field}: {ABSENT_TOKENIZER}"
 
 
 # ---------------------------------------------------------------- batches and lengths
@@ -452,6 +407,12 @@ def _lengths(run: RunView) -> Faults:
 
 # ---------------------------------------------------------------- files and logging
 
+# What checkpoints of Hugging Face, Megatron-LM, torch.distributed and DeepSpeed hold.
+FOREIGN = re.compile(
+    r"(model|pytorch_model|consolidated)[\w.-]*\.(safetensors|bin)|"
+    r"((iter_\d+|release)/)?(common\.pt|mp_rank_.*|\.metadata)|.*\.distcp|"
+    r"global_step\d+|.*zero_pp_rank_.*"
+)
 FOLDERS = (
     "save tensorboard_dir wandb_save_dir profile_dir local_checkpoint_dir optimizer_nvme_offload"
 ).split()
@@ -471,10 +432,23 @@ def _cannot_be_made(folder: Path) -> str:
     return ""
 
 
+def _is_foreign(folder: str) -> bool:
+    """Whether a folder holds a checkpoint of another program, and none of ours."""
+    names: list[str] = []
+    for pattern in ("*", "iter_*/*", "release/*"):
+        names += glob.glob(pattern, root_dir=folder, include_hidden=True)
+    is_ours = any(name.endswith("/MANIFEST.json") for name in names)
+    return not is_ours and any(map(FOREIGN.fullmatch, names))
+
+
 @rule("load!=None")
 def _load(run: RunView) -> Faults:
-    if foreign := foreign_checkpoint(run.load):
-        yield f"@load: {foreign}"
+    if _is_foreign(run.load):
+        yield (
+            "@load: holds a checkpoint of another program; import it with "
+            "`python tools/convert_checkpoint.py` (see --help), then give --config RUN/model.json "
+            "--load RUN --finetune"
+        )
     is_own = run.save is not None and os.path.realpath(run.load) == os.path.realpath(run.save)
     if not os.path.isdir(run.load) and (not is_own or run.exit_on_missing_checkpoint):
         fix = "give the same folder as --save, or drop --load"
@@ -499,24 +473,11 @@ def _files(run: RunView) -> Faults:
         yield f"@profile_ranks: there is no rank {outside[0]}; ranks count from 0"
 
 
-# ---------------------------------------------------------------- remarks on valid settings
-
-
-def _remarks(run: RunView) -> Faults:
-    yield from remarks(run)
-    yield from _bubble(run)
-    for moment, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
-        # half the spacing of bf16 just above a power of two
-        if getattr(run, moment) == "bf16" and 1 - getattr(run, beta) < 2**-8:
-            text = "a step changes the moment by less than bf16 can hold, so it hardly decays"
-            fix = f"give {flag_name(beta)} 0.99 or less, or keep it in fp32"
-            yield f"@{moment}: with @{beta} {text}; {fix}"
-    if run.has("window_size", "seq_length") and run.window_size >= run.seq_length:
-        yield "@window_size covers @seq_length: full causal attention"
+# ---------------------------------------------------------------- all rules
 
 
 def _faults(run: RunView) -> list[str]:
-    faults = [*ranges(run), *tables(run), *_bounds(run)]
+    faults = [*ranges(run), *tables(run)]
     # the rules divide by these sizes and look at each layer
     is_sound = min(run.tp, run.cp, run.pp) > 0 and (run.num_layers or 0) <= MOST_LAYERS
     for conditions, function in RULES if is_sound else ():
@@ -544,19 +505,13 @@ def checked(config: Config, world_size: int, vocab_size: int | None) -> RunView:
     return run
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A complete configuration, with notes on derived values and remarks."""
-
-    config: Config
-    notes: list[str]
-
-
-def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved:
-    """The configuration with derived values filled in, for a job of `world_size` ranks.
+def resolve(config: Config, world_size: int, vocab_size: int | None) -> RunView:
+    """A run with derived values filled in, for a job of `world_size` ranks; its notes are those on
+    derived values, and remarks.
 
     `vocab_size` is the tokenizer's real vocabulary, None while it is unknown. Raises one
     `ArgumentErrors` with the faults, see `cross_field_faults`.
     """
     run = checked(config, world_size, vocab_size)
-    return Resolved(run.config, [*run.notes, *map(run.spell_out, _remarks(run))])
+    run.notes += map(run.spell_out, remarks(run))
+    return run

@@ -27,7 +27,7 @@ from megatron.config.errors import UserError
 from megatron.config.groups import DataConfig
 from megatron.config.input_files import InputError, open_regular, read_json
 from megatron.config.metadata import flag_name
-from megatron.config.validate import absent_tokenizer
+from megatron.config.validate import ABSENT_TOKENIZER
 
 # The end of document is the first of these that the vocabulary has, where the tokenizer's own files
 # do not name one.
@@ -164,7 +164,7 @@ def _file(value: str | None, flag: str, kind: str) -> Path:
         if not os.path.lexists(path):
             raise UserError(f"{flag} {value}: the folder holds no {path.name}")
     if not os.path.lexists(path):
-        raise UserError(f"{flag} {value}: {absent_tokenizer(flag, value)}")
+        raise UserError(f"{flag} {value}: {ABSENT_TOKENIZER}")
     try:
         open_regular(path).close()
     except InputError as error:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from megatron.config.workspace import ROUND_BYTES
 from megatron.distributed.groups import Axis, Groups
 from megatron.distributed.peers import waiting
 from megatron.distributed.rendezvous import name_ranks
@@ -37,6 +36,10 @@ NATIVE = {
 }
 # bytes of the first exchange of `gather_bytes`: enough for most of what checkpoints exchange
 MESSAGE = 1024
+# bytes that a reduce-scatter takes on Gloo for what is received, cast and summed: half of what is
+# reduced, or this where that is less; ZeRO allows it half the largest layer's gradient where that
+# is more
+ROUND_BYTES = 8 << 20
 UNRECORDED: AbstractContextManager[Any] = nullcontext()
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.workspace import SCRATCH_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.model.linear import SCRATCH_BYTES
 from megatron.model.model_parallel import NO_TP, TensorParallel
 from megatron.model.spec import ParameterSpec
 

@@ -38,7 +38,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.workspace import SCRATCH_BYTES
 from megatron.distributed.collectives import (
     all_gather,
     all_reduce,
@@ -58,6 +57,8 @@ from megatron.model.spec import ParameterSpec
 
 # rows and columns that one block of threads of a large GEMM computes on Hopper, at most
 TILE = (128, 256)
+# bytes of the largest temporary in which a weight gradient is formed, or summed up with others
+SCRATCH_BYTES = 8 << 20
 # torch.nn.functional.linear without a graph, for fp32 on a CPU: torch takes MKL there, which needs
 # 5 to 20% more time than oneDNN on AMD's CPUs
 linear_on_cpu = F.linear

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.config.workspace import HEAD_CHUNK_BYTES, LOSS_CHUNK_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.model.linear import accumulate_weight_grad, linear
 from megatron.model.model_parallel import NO_TP, TensorParallel
+
+# Logits widened and exponentiated at once: a CPU core's cache; a GPU wants few launches.
+LOSS_CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+# Logits made at once: hundreds of tokens on a CPU, thousands on a GPU, so that the weight and its
+# gradient, which are read and written for each chunk, cost little compared with the GEMMs.
+HEAD_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 
 
 def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:

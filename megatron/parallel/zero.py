@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import DistributedConfig
-from megatron.config.workspace import SCRATCH_BYTES
 from megatron.distributed.collectives import (
     Handle,
     all_reduce,
@@ -26,6 +25,7 @@ from megatron.distributed.collectives import (
 )
 from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
+from megatron.model.linear import SCRATCH_BYTES
 from megatron.parallel.blocks import Block, device_streams
 from megatron.parallel.zero_plan import Buffers, ZeroPlanner
 

@@ -23,7 +23,6 @@ from megatron.tools._plan.state import shard_size, static_bytes
 
 from megatron.config.derive import data_parallel_size, expert_ranks
 from megatron.config.groups import Config
-from megatron.config.schedules import planned_micro_batches
 from megatron.distributed.groups import (
     Groups,
     Layout,
@@ -46,6 +45,10 @@ from megatron.parallel.zero import Zero
 # its name, ranks, virtual stages of each, micro-batches, and whether passes run in pairs
 ScheduleArguments = tuple[str, int, int, int, bool]
 ELSEWHERE = ("host", "disk")  # not on the device
+# Schedules whose plan needs all micro-batches: what is alive grows with them, or their number must
+# be a multiple of the ranks. A step of another repeats itself after STEADY of them for each rank.
+GROWING = ("gpipe", "interleaved")
+STEADY = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +242,8 @@ def schedule_arguments(
     """The arguments of `build_schedule` for a run."""
     distributed = config.distributed
     name, ranks = distributed.pipeline_schedule, distributed.pipeline_model_parallel_size
-    if steady:
-        micro_batches = planned_micro_batches(name, ranks, micro_batches)
+    if steady and name not in GROWING:
+        micro_batches = min(micro_batches, STEADY * ranks)
     virtual = distributed.num_virtual_stages_per_pipeline_rank
     return name, ranks, virtual, micro_batches, distributed.overlap_moe_expert_parallel_comm
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.arguments import parse_arguments
+from megatron.config.derive import RunView
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
-from megatron.config.validate import Resolved, cross_field_faults, resolve
+from megatron.config.validate import cross_field_faults, resolve
 
 LINE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -46,7 +47,7 @@ def faults(flags: str = "", ranks: int = 1) -> list[str]:
     return cross_field_faults(configure(flags), ranks, 101)
 
 
-def resolved(flags: str = "", ranks: int = 1) -> Resolved:
+def resolved(flags: str = "", ranks: int = 1) -> RunView:
     return resolve(configure(flags), ranks, 101)
 
 

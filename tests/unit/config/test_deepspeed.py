@@ -234,7 +234,7 @@ def test_keys(tmp_path, line, wanted):
         ("{", "cannot be read"),
         ({"zero_optimization.stage": 0}, "a key with a dot is no section"),
         ({"gradient_accumulation_steps": 10**4000}, "a number"),
-        ({f"key {number}": 1 for number in range(100)}, "and 80 more faults"),
+        ({f"key {number}": 1 for number in range(100)}, "key 99"),
     ],
 )
 def test_contents_that_are_no_settings(tmp_path, content, fault):

@@ -10,14 +10,15 @@ from config_lines import SHORT, faults, long, resolved
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron.config.derive import RunView
 from megatron.config.schedules import place
 from megatron.config.stages import layers_of_stages, parse_layout
-from megatron.config.validate import Resolved, resolve
+from megatron.config.validate import resolve
 from megatron.model.arithmetic import unit_flops
 from megatron.model.stages import pipeline_stages
 
 
-def pipeline(flags: str, layers: int = 8, ranks: int = 4, world: int | None = None) -> Resolved:
+def pipeline(flags: str, layers: int = 8, ranks: int = 4, world: int | None = None) -> RunView:
     line = f"--num-layers {layers} @pp {ranks} --global-batch-size 64 {flags}"
     return resolved(line, world or ranks)
 

@@ -65,8 +65,6 @@ RULES = """
     --data-path a: is not supported with --mock-data; keep one kind of data
 --tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model none.json
     --tokenizer-model none.json: no such file or folder; tokenizers are read from local files
---tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model Qwen/Qwen3-8B
-    run `hf download Qwen/Qwen3-8B tokenizer.json
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model
     --vocab-size 100: must be at least the 101 tokens of the tokenizer
 --padded-vocab-size 100
@@ -124,7 +122,7 @@ RULES = """
 --recompute-layers mlp+full*2
     'full' is none of none, full, core_attn
 --recompute-layers moe*2
-    --recompute-layers moe*2: moe and moe_act need --num-experts; give mlp or mlp_act
+    --recompute-modules or --recompute-layers: moe and moe_act need --num-experts
 --recompute-layers none*3
     --recompute-layers none*3: covers 3 layers, not --num-layers 2
 4 --tensor-model-parallel-size 4 --checkpoint-activations --hidden-size 34 --micro-batch-size 1 \
@@ -134,7 +132,7 @@ RULES = """
 --global-batch-size 2 --tiled-mlp 32
     --tiled-mlp 32: must divide the 16 positions of the sequence that a rank holds
 
-# files, and sizes that would take minutes to plan
+# files
 --save ckpt --save-interval 4 --save-retain-interval 10
     --save-retain-interval 10: must be a multiple of --save-interval
 --save ckpt --save-interval 0 --save-retain-interval 10
@@ -153,12 +151,7 @@ RULES = """
 --profile --save ckpt --profile-ranks 0 1
     --profile-ranks 0 1: there is no rank 1; ranks count from 0
 --num-layers 1000000000
-    --num-layers 1000000000: 1,000,000,000 layers, at most 10,000 are planned for
---global-batch-size 1000000000
-    --global-batch-size 1000000000: 500,000,000 micro-batches of a rank
-2 @pp 2 --num-layers 8 --global-batch-size 200000 --pipeline-schedule gpipe
-    800,000 passes of layers in a step, at most 500,000
-2 @pp 2 --num-layers 8 --global-batch-size 200000
+    --num-layers 1000000000: must be from 1 to 10,000
 
 # tensor-parallel ranks
 6 --tensor-model-parallel-size 4
@@ -204,13 +197,13 @@ multiple of it; the nearest that fits is 3
 2 --num-experts 1 --expert-model-parallel-size 2
     --expert-model-parallel-size 2: has no effect without --num-experts
 --recompute-granularity selective --recompute-modules moe
-    --recompute-modules moe: moe and moe_act need --num-experts; give mlp or mlp_act
+    --recompute-layers: moe and moe_act need --num-experts; give mlp or mlp_act
 @experts --recompute-granularity selective --recompute-modules layernorm mlp_act
-    --recompute-modules layernorm mlp_act: mlp and mlp_act need a dense MLP
+    mlp and mlp_act need a dense MLP
 @experts --recompute-layers mlp+qkv none
-    --recompute-layers mlp+qkv none: mlp and mlp_act need a dense MLP
+    mlp and mlp_act need a dense MLP
 @experts --moe-layer-freq [1]*2 --recompute-layers mlp none
-    --recompute-layers mlp none: mlp and mlp_act need a dense MLP
+    mlp and mlp_act need a dense MLP
 @experts --moe-layer-freq [1,0] --recompute-layers none mlp
 @experts --recompute-layers mlp none --moe-shared-expert-intermediate-size 64
 
@@ -374,10 +367,7 @@ NOTES = """
     --min-lr 0.0001: has no effect without a --lr-decay-style that decays
 --no-load-optim
     --no-load-optim: has no effect without --load
---bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16
-    --exp-avg-sq-dtype bf16: with --adam-beta2 0.999 a step changes the moment by less than bf16
---window-size 32 --split 9,1
-    --window-size 32 covers --seq-length 32
+--split 9,1
     --split 9,1: has no effect without --data-path
 --rope-low-freq-factor 2
     --rope-low-freq-factor 2: has no effect without --position-embedding-type rope and --use-rope-sc
@@ -389,8 +379,6 @@ NOTES = """
     --activation gelu is the exact (erf) form
 !--mock-data --tokenizer-type NullTokenizer --data-path a
     --vocab-size 100: the end of document is one more id
-8 @pp 4 --num-layers 8 --global-batch-size 12
-    --global-batch-size 12: 3 micro-batch(es) for 4 pipeline ranks leave (P-1)/(m+P-1) = 50% of a
 """
 
 
@@ -399,6 +387,38 @@ def test_what_does_no_harm_is_a_note(ranks, flags, texts):
     """Launch scripts give flags without effect in every run."""
     notes = resolved(flags, ranks).notes
     assert all(any(note.startswith(text) for note in notes) for text in texts), notes
+
+
+@pytest.mark.parametrize(
+    "file, is_foreign",
+    [
+        ("model.safetensors", True),
+        ("iter_0000010/common.pt", True),
+        ("iter_0000010/mp_rank_00/model_optim_rng.pt", True),
+        (".metadata", True),
+        ("global_step10/mp_rank_00_model_states.pt", True),
+        ("metrics.jsonl", False),
+        ("iter_0000010/shard-00000.safetensors", False),
+    ],
+)
+def test_a_checkpoint_of_another_program_is_to_be_imported(tmp_path, file, is_foreign):
+    (tmp_path / "other" / file).parent.mkdir(parents=True)
+    (tmp_path / "other" / file).write_bytes(b"")
+    fault = "--load other: holds a checkpoint of another program"
+    assert [each.startswith(fault) for each in faults("--load other")] == [True] * is_foreign
+    (tmp_path / "other/iter_0000020").mkdir()
+    (tmp_path / "other/iter_0000020/MANIFEST.json").write_bytes(b"")
+    assert faults("--load other") == []
+
+
+def test_a_dangling_link_is_named(tmp_path):
+    (tmp_path / "run").symlink_to("gone")
+    (fault,) = faults("--save run/deeper")
+    assert "run is a link to gone, which does not exist; make that" in fault
+    (tmp_path / "gone").mkdir()
+    assert faults("--save run/deeper") == []
+    (tmp_path / "loop").symlink_to("loop")
+    assert "is a link to loop, which does not exist" in faults("--tensorboard-dir loop")[0]
 
 
 def test_a_run_as_it_should_be_has_only_derived_values_as_notes():

@@ -202,7 +202,7 @@ def test_lone_surrogates_name_a_line_or_are_replaced_or_left_out(tmp_path, capsy
         (["text", "text"], "--json-keys text text: a key is given twice"),
         (["a/b"], "--json-keys 'a/b': a key becomes part of a file's name"),
         ([""], "must not be empty or hold a slash"),
-        (["k" * 300], "longer than the 255 bytes that file systems take"),
+        (["k" * 300], "is too long: Linux takes 3,900 bytes, 255 for each name"),
         (["here"], "x_here_document.bin: is a folder or no regular file"),
     ],
 )

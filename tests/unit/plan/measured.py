@@ -28,7 +28,7 @@ from unit.zero.measure import measure  # noqa: E402
 
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
-from megatron.config.workspace import HEAD_CHUNK_BYTES  # noqa: E402
+from megatron.model.loss import HEAD_CHUNK_BYTES  # noqa: E402
 
 VOCAB = 1023
 # bytes of logits that are made at once where the flags ask for it: a fraction of all
