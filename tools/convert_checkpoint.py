@@ -489,7 +489,7 @@ def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[s
         "source": {"format": foreign.format, "folder": source.name},
     }
     holder = Holder(ranks.world.rank, ranks.world.size)
-    share = own_part(foreign.pairs, lambda box: holder, balanced=True)
+    share = own_part(foreign.pairs, lambda box: holder)
     path = save_checkpoint(save, 0, share, state, ranks=ranks)
     model_json = Path(save) / "model.json"
     if ranks.first:

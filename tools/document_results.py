@@ -492,23 +492,6 @@ def checkpoint_tables() -> Callable[[Any], str]:
 FIGURES["checkpoint.disk"] = lambda: f"\n{checkpoint_tables()(result('checkpoint_disk'))}\n"
 
 
-def written(stage: int, mode: str) -> list[int]:
-    """Bytes of each rank, `--ckpt-parallel-write MODE`."""
-    return next(
-        run["bytes"]
-        for run in result("parallel_write")["runs"]
-        if (run["stage"], run["mode"]) == (stage, mode)
-    )
-
-
-FIGURES["write.owner"] = lambda: (
-    f"{max(written(0, 'owner')) / statistics.mean(written(0, 'owner')):.2f}"
-)
-FIGURES["write.balanced"] = lambda: (
-    f"{max(written(0, 'balanced')) / statistics.mean(written(0, 'balanced')):.2f}"
-)
-
-
 # ---- README --------------------------------------------------------------------------------------
 
 

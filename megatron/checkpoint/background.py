@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import Policy, commit, not_saved, retire
-from megatron.checkpoint.files import WriteProgress, split_header, write_shard_file
+from megatron.checkpoint.files import split_header, write_shard_file
 from megatron.checkpoint.manifest import CheckpointError, shard_file
 from megatron.config.input_files import JsonObject
 
@@ -122,11 +122,6 @@ class Background:
                 self.outcome = answer if fault is None else CheckpointError(fault)
         return self.outcome is not None
 
-    def lift_rate(self) -> None:
-        """Have what is not written yet go at full speed."""
-        if self.process is not None:
-            self.process.send_signal(signal.SIGUSR2)
-
     def result(self) -> Any:
         """Wait for the process and return its result (None when nothing was asked for). Raises the
         error that is the outcome.
@@ -158,8 +153,6 @@ def serve(pipe: int) -> None:
         return
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # for all later shards too: the signal may arrive before the last save begins
-    signal.signal(signal.SIGUSR2, lambda *_: setattr(WriteProgress, "limited", False))
     os.nice(NICE)
     trainer = Connection(pipe)
     logging.basicConfig(level=logging.INFO, handlers=[_TrainerLog(trainer)])
@@ -211,17 +204,15 @@ def _write(
     source: str,
     size: int,
     verify: bool,
-    rate: float | None,
     record: JsonObject | None = None,
 ) -> JsonObject:
     """Write a shard with the `size` bytes of the file `source`; return its entry in the manifest.
     With `record`, its entry in the manifest of the local tier, `source` is the file there; raises
     CheckpointError when it is damaged.
     """
-    progress = WriteProgress(iteration, size, rate)
     what = f"the local copy of {shard_file(index)}"
     header, data = split_header(_waves(trainer, source, size, record is None), what)
-    written = write_shard_file(Path(folder), index, header, data, verify=verify, progress=progress)
+    written = write_shard_file(Path(folder), index, header, data, verify=verify)
     if record is not None and not written.items() <= record.items():
         raise CheckpointError(f"{what} is damaged: its bytes are not those that were written")
     return written

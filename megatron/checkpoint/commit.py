@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron.checkpoint.files import FOLDER_MODE, clean, hold, make_root, sync_folder, write_file
+from megatron.checkpoint.files import FOLDER_MODE, clean, make_root, sync_folder, write_file
 from megatron.checkpoint.index import Index, newest_first, read_manifest
 from megatron.checkpoint.manifest import (
     MANIFEST,
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 class Attempt:
     """The temporary `folder` of one save: inside `with` it is there, made and in the end removed by
-    the first rank, and held by all while they live.
+    the first rank.
 
     A rank writes `own` of `shards`, from number `index` on (None where it writes none). All ranks
     make an attempt together; CheckpointError is raised on all of them when the JSON that they are
@@ -64,8 +64,6 @@ class Attempt:
         self.iteration = iteration
         self.ranks = ranks
         self.explain = explain or partial(not_saved, root, iteration)
-        self.lock = -1
-        self.is_made = False
         self.makes = ranks.first
         saved = {"iteration": iteration, **(state or {})}
         gathered = self.gather_or_raise(lambda: (secrets.token_hex(8), own, state_digests(saved)))
@@ -89,18 +87,15 @@ class Attempt:
         except BaseException:
             self.__exit__()
             raise
-        self.is_made = True
         return self
 
     def gather_or_raise(self, part: Callable[[], Any]) -> list[Any]:
         """As Ranks.gather_or_raise, with errors of the file system, of memory and of the device
-        as messages. A rank holds the folder from its first part inside `with` on.
+        as messages.
         """
 
         def explained() -> Any:
             try:
-                if self.is_made and self.lock < 0:
-                    self._join()
                 return part()
             except (OSError, MemoryError, RuntimeError) as error:
                 raise CheckpointError(self.explain(error)) from error
@@ -110,28 +105,15 @@ class Attempt:
     def __exit__(self, *_: object) -> None:
         if self.makes:
             shutil.rmtree(self.folder, ignore_errors=True)  # gone already when it was committed
-        if self.lock >= 0:
-            os.close(self.lock)
-            self.lock = -1
 
     def _make(self) -> None:
         if self.makes:
             self._make_root()
             clean(self.root, self.name)
             self.folder.mkdir(mode=self.mode)
-            self.lock = hold(self.folder)
 
     def _make_root(self) -> None:
         make_root(self.root)
-
-    def _join(self) -> None:
-        try:
-            self.lock = hold(self.folder)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{self.root}: the folder {self.folder.name} that rank 0 made there cannot "
-                "be seen from this rank: is --save on a file system that all nodes share?"
-            ) from error
 
 
 def commit(
@@ -259,25 +241,30 @@ def _renew(target: Path, content: JsonObject) -> bool:
     return True
 
 
-_SPACE = " Free space, raise the quota, or give another --save folder."
-_RIGHTS = " Give a --save folder that this user may write to."
 FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _SPACE),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS),
-    errno.ENOENT: " Its temporary folder vanished: another run is saving to this folder; give each "
-    "its own --save.",
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        "free space, raise the quota or give another folder",
+    ),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "make it writable or give another folder"
+    ),
+    errno.ENOENT: "its folder has vanished, or is not on a file system that all of its ranks share",
 }
+
+
+def fix_of(error: BaseException | None) -> str:
+    """`; ` and what helps against an error, or its cause, of the file system; else nothing."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return f"; {FIXES[error.errno]}" if error is not None and error.errno in FIXES else ""
 
 
 def not_saved(root: Path, iteration: int, error: Exception) -> str:
     text = (
         f"{root}: the checkpoint of iteration {iteration} was not saved: {in_words(error)} "
-        f"({getattr(error, 'filename', None) or root})."
+        f"({getattr(error, 'filename', None) or root}){fix_of(error)}."
     )
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__
-    text += FIXES.get(cause.errno, "") if cause is not None else ""
     with suppress(CheckpointError):
         kept, _ = newest_first(root)
         text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
@@ -285,10 +272,8 @@ def not_saved(root: Path, iteration: int, error: Exception) -> str:
 
 
 def not_writable(root: Path, error: Exception) -> str:
-    return (
-        f"--save {root}: cannot be written to: {in_words(error)}; make it writable and free "
-        "space on its disk, or choose another folder"
-    )
+    fix = fix_of(error) or "; make it writable and free space on its disk, or choose another folder"
+    return f"--save {root}: cannot be written to: {in_words(error)}{fix}"
 
 
 def in_words(error: Exception) -> str:

@@ -1,21 +1,16 @@
-"""Durable files, folders that show whether their maker is alive, and shards digested as they are
-written and read back. No torch here: the writer process (background.py) starts with it.
+"""Durable files, and shards digested as they are written and read back. No torch here: the writer
+process (background.py) starts with it.
 """
 
 from __future__ import annotations
 
-import fcntl
-import logging
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar
 
 from xxhash import xxh3_128
 
@@ -31,13 +26,10 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.config.input_files import JsonObject
 
-logger = logging.getLogger(__name__)
-
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
 WRITEBACK_BYTES = 8 << 20  # after which the kernel is asked to write them to the disk
-MB, GB = 1e6, 1e9
+GB = 1e9
 GIB = 1 << 30
-PROGRESS_S = 10.0  # seconds between two lines of progress
 _FIX = (
     "The disk, its controller or its network damages data: look at the system's log, and give "
     "another --save folder"
@@ -85,41 +77,16 @@ def make_root(root: Path) -> None:
         sync_folder(folder.parent)
 
 
-def hold(folder: Path) -> int:
-    """Mark `folder` as in use while this process lives: a shared lock, which the kernel drops with
-    the process.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    # A file system may have no locks: if others clear the folder away, this save ends in an error.
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return descriptor
-
-
-def is_held(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def clean(root: Path, attempt: str) -> None:
-    """Remove what attempts that are no longer alive have left.
+    """Remove what earlier attempts have left, before the folder of `attempt` is made.
 
-    Renamed before it is deleted: a writer that lives after all (on another node, where locks do not
-    reach) either renames first and has a whole checkpoint, or finds its folder gone and fails; a
+    One run at a time writes here (lease.py). Renamed before it is deleted: a writer that lives
+    after all either renames first and has a whole checkpoint, or finds its folder gone and fails; a
     half-deleted folder can never become a checkpoint.
     """
     for name in os.listdir(root):
         path = root / name
-        if re.fullmatch(r"\.tmp-iter-\d+-[0-9a-f]{16}", name) and not is_held(path):
+        if re.fullmatch(r"\.tmp-iter-\d+-[0-9a-f]{16}", name):
             trash = root / f".trash-{name.removeprefix('.tmp-')}-{attempt}"
             with suppress(FileNotFoundError):  # it was committed, or cleared away by another
                 os.rename(path, trash)
@@ -133,39 +100,6 @@ def clean(root: Path, attempt: str) -> None:
 # ---- shards --------------------------------------------------------------------------------------
 
 
-@dataclass
-class WriteProgress:
-    """Called with the bytes of a shard as they are written: logs them every PROGRESS_S seconds, and
-    waits so that they are at most `rate` MB/s.
-    """
-
-    iteration: int
-    total: int
-    rate: float | None = None
-    limited: ClassVar[bool] = True  # to `rate`; SIGUSR2 clears it for all shards of the process
-
-    def __post_init__(self) -> None:
-        self.done = 0
-        # `begun`: the bytes of the next call
-        self.start = self.last = self.begun = time.monotonic()
-
-    def __call__(self, count: int) -> None:
-        # what is slower than the rate for a while is not made up for later
-        if self.rate is not None and self.limited:
-            due = self.begun + count / (self.rate * MB)
-            time.sleep(max(0.0, due - time.monotonic()))
-        self.done += count
-        self.begun = now = time.monotonic()
-        if now - self.last < PROGRESS_S or self.done >= self.total:
-            return
-        self.last = now
-        speed = self.done / (now - self.start)
-        logger.info(
-            f" saving iteration {self.iteration}: {self.done / GB:.2f} of {self.total / GB:.2f} GB "
-            f"of this rank, {speed / GB:.2f} GB/s, ETA {(self.total - self.done) / speed:.0f} s"
-        )
-
-
 def write_shard_file(
     folder: Path,
     index: int,
@@ -173,17 +107,15 @@ def write_shard_file(
     data: Iterable[memoryview],
     *,
     verify: bool = False,
-    progress: Callable[[int], None] = lambda count: None,
 ) -> JsonObject:
     """Write shard `index`, `header` and then `data`, and its digest table into `folder`, durably;
     return the shard's entry in the manifest.
 
     Each part of `data` is written before the next one is asked for. `verify`: as `read_back`.
-    `progress` is called with the number of bytes as they are written.
     """
     with new_file(folder / shard_file(index)) as file:
         write_all(file, header)
-        chunks, size = _write_data(file, len(header), data, progress)
+        chunks, size = _write_data(file, len(header), data)
     table = DigestTable(m.CHUNK, len(header), len(header) + size, m.chunk_digest(header), chunks)
     raw = table.encode()
     write_file(folder / table_file(index), raw)
@@ -196,9 +128,7 @@ def write_shard_file(
     return record
 
 
-def _write_data(
-    file: int, start: int, data: Iterable[memoryview], progress: Callable[[int], None]
-) -> tuple[tuple[bytes, ...], int]:
+def _write_data(file: int, start: int, data: Iterable[memoryview]) -> tuple[tuple[bytes, ...], int]:
     """Write `data` from byte `start` of the file on, without copying it; returns the digests of its
     chunks, and its bytes.
 
@@ -215,7 +145,6 @@ def _write_data(
             piece, part = part[:space], part[space:]
             hasher.update(piece)
             write_all(file, piece, start + size)
-            progress(len(piece))
             size += len(piece)
             if len(piece) == space:
                 digests.append(hasher.digest())

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.commit import Attempt, Policy, retire
-from megatron.checkpoint.files import GB, GIB, sync_folder
+from megatron.checkpoint.files import GB, GIB
 from megatron.checkpoint.index import read_manifest
 from megatron.checkpoint.local.nodes import RUN_FILE
 from megatron.checkpoint.manifest import ALIGN, CheckpointError, iteration_folder, list_iterations
@@ -132,9 +132,8 @@ class Staging:
 @dataclass
 class CheckpointManager:
     """`save` a run's checkpoints under `root`: synchronously, or with `memory`, bytes of host
-    memory for this rank's shard, in the background, at most at `rate` MB/s. With
-    `local_checkpoints` every save begins with one there, of which a background save is a copy.
-    `continues`: as `commit`'s.
+    memory for this rank's shard, in the background. With `local_checkpoints` every save begins with
+    one there, of which a background save is a copy. `continues`: as `commit`'s.
 
     `ready` and `advance` carry a background save on from step to step; `finalize` waits for its
     end. A failed save is logged, and stops nothing. After each save that went well older ones go by
@@ -148,7 +147,6 @@ class CheckpointManager:
     retention: Policy = Policy()
     verify: bool = False
     local_checkpoints: LocalCheckpoints | None = None
-    rate: float | None = None
     continues: bool = False
     report: Callable[..., None] = lambda iteration, **saved: None
 
@@ -190,18 +188,12 @@ class CheckpointManager:
         pairs: Iterable[BoxTensor],
         state: dict[str, Any],
         replicas: DesyncCheck | None = None,
-        *,
-        is_last: bool = False,
     ) -> None:
         """Save, or begin to, when the save before is over. All ranks call it together. `pairs`: the
         (box, tensor) pairs that this rank writes; `state`: JSON. `replicas` are compared before
-        anything is written, in the background before the commit. The last save of a run, and one
-        under way, are at full speed: training waits, perhaps until the job is killed.
+        anything is written, in the background before the commit.
         """
         began = time.perf_counter()
-        if is_last and self.background is not None:
-            self.rate = None
-            self.background.lift_rate()
         if self.pending is not None:
             self.finalize()
             logger.info(
@@ -266,7 +258,7 @@ class CheckpointManager:
                 retention = asdict(self.retention)
                 background.call("commit", **place, **content, **self.earlier, retention=retention)
             yield
-            attempt.gather_or_raise(lambda: self._check_commit(attempt))
+            attempt.gather_or_raise(background.result)
 
     def _start_writing(
         self, attempt: Attempt, place: dict[str, object], pairs: Pairs, opened: ExitStack
@@ -275,7 +267,7 @@ class CheckpointManager:
         number, iteration = attempt.index, attempt.iteration
         if number is None:
             return
-        options = {**place, "index": number, "verify": self.verify, "rate": self.rate}
+        options = {**place, "index": number, "verify": self.verify}
         if self.staging is not None:
             header, data = shard_content(pairs, number, attempt.shards, iteration)
             size = len(header) + shard_bytes(pairs)
@@ -290,22 +282,6 @@ class CheckpointManager:
             source, size = f"/proc/{os.getpid()}/fd/{shard.fileno()}", record["bytes"]
             self.background.call("write", **options, source=source, size=size, record=record)
             self.background.send({"bytes": size})
-
-    def _check_commit(self, attempt: Attempt) -> None:
-        """Wait for the commit. If the process dies after it, while it deletes older checkpoints,
-        only log that: the save is complete.
-        """
-        try:
-            self.background.result()
-        except CheckpointError:
-            process = self.background.process
-            saved = None
-            with suppress(CheckpointError):
-                saved = read_manifest(self.root / iteration_folder(attempt.iteration))["attempt"]
-            if saved != attempt.name or process is None or process.poll() is None:
-                raise
-            sync_folder(self.root)
-            logger.warning(f"{self.root}: the process that deletes older checkpoints has died")
 
     def before_update(self) -> None:
         """The tensors are about to change: the current stream waits for the copies of a save under

@@ -12,14 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.commit import Attempt, commit, not_writable
-from megatron.checkpoint.files import WriteProgress, write_file, write_shard_file
+from megatron.checkpoint.files import write_file, write_shard_file
 from megatron.checkpoint.manifest import box_key, encode_header, iteration_folder
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
@@ -62,9 +61,8 @@ def save_checkpoint(
     parts = shard_parts(pairs)
     # Shards of all ranks are durable before the first one commits them.
     with Attempt(root, iteration, ranks, state, len(parts)) as attempt:
-        progress = WriteProgress(iteration, shard_bytes(pairs))
         gathered = attempt.gather_or_raise(
-            lambda: (write_shards(attempt, parts, verify, progress), ranks.who)
+            lambda: (write_shards(attempt, parts, verify), ranks.who)
         )
         written = [record | who for records, who in gathered for record in records]
         made = attempt.folder, iteration, attempt.name, written, state
@@ -96,33 +94,17 @@ def shard_parts(pairs: Pairs) -> list[Pairs]:
     in_files = any(not isinstance(tensor, Tensor) for _, tensor in pairs)
     threads = 1 if in_files else torch.get_num_threads()
     count = max(1, min(MAX_SHARDS, threads, shard_bytes(pairs) // MIN_SHARD_BYTES))
-    parts = (
-        own_part(pairs, lambda box: Holder(part, count), balanced=True) for part in range(count)
-    )
+    parts = (own_part(pairs, lambda box: Holder(part, count)) for part in range(count))
     return [part for part in parts if part]
 
 
-def write_shards(
-    attempt: Attempt, parts: list[Pairs], verify: bool, progress: Callable[[int], None]
-) -> list[JsonObject]:
-    """Write this rank's shards, each by a thread; the error of one ends all."""
-    lock = Lock()
-    faults: list[BaseException] = []
-
-    def report(count: int) -> None:
-        with lock:
-            if faults:
-                raise faults[0]
-            progress(count)
+def write_shards(attempt: Attempt, parts: list[Pairs], verify: bool) -> list[JsonObject]:
+    """Write this rank's shards, each by a thread."""
 
     def write(number: int) -> JsonObject:
         index = attempt.index + number
         where = attempt.folder, index, attempt.shards, attempt.iteration
-        try:
-            return write_shard(*where, parts[number], verify=verify, progress=report)
-        except BaseException as error:
-            faults.append(error)
-            raise
+        return write_shard(*where, parts[number], verify=verify)
 
     with ThreadPoolExecutor(MAX_SHARDS) as threads:
         return list(threads.map(write, range(len(parts))))
@@ -206,19 +188,15 @@ def not_empty(pairs: Iterable[BoxTensor]) -> Pairs:
     return [(box, tensor) for box, tensor in pairs if math.prod(box.extent)]
 
 
-def own_part(
-    pairs: Iterable[BoxTensor], holder: Callable[[Box], Holder | None], *, balanced: bool
-) -> Pairs:
+def own_part(pairs: Iterable[BoxTensor], holder: Callable[[Box], Holder | None]) -> Pairs:
     """The (box, local tensor) pairs that this rank writes: of what it shares with others an equal
-    part (`balanced`), or all when it is the first of them.
+    part.
 
     `holder` is None for a box that only others may write; it is the same for all boxes with the
     same `replicated` and `group`: under ZeRO ranks with the same state of a router have different
     slices of weights.
     """
     held = [(box, tensor, place) for box, tensor in pairs if (place := holder(box)) is not None]
-    if not balanced:
-        return [(box, tensor) for box, tensor, place in held if place.rank == 0]
     totals: Counter[Kind] = Counter()
     for box, tensor, _ in held:
         totals[box.replicated, box.group] += shard_bytes([(box, tensor)])

@@ -21,7 +21,6 @@ from megatron.config.metadata import (
     LOSS_SCALE,
     NOT_NEGATIVE,
     OBJECTIVE,
-    RATE,
     ROUNDING,
     SEED,
     SHARE,
@@ -374,8 +373,6 @@ class CheckpointConfig:
     size), batch (size, ramp-up), seed, positions (rotary base, scaling, longest sequence)."""
     use_checkpoint_args: bool = False
     """Take model, dropout, tokenizer and sequence length from the checkpoint where not given."""
-    ckpt_parallel_write: Literal["balanced", "owner"] = "balanced"
-    """How replicas divide the writing: balanced, an equal part each; owner, the first rank all."""
     async_save: bool = save_flag(False)
     """Write checkpoints in the background; training waits only for a copy into host memory."""
     async_save_host_memory: float | None = flag(needs="async_save")
@@ -388,8 +385,6 @@ class CheckpointConfig:
     """Iterations between checkpoints in --local-checkpoint-dir."""
     local_redundancy: Literal["none", "partner", "xor"] = local_flag("none")
     """Rebuild a lost node from another's copy (partner) or parity blocks of up to 8 nodes (xor)."""
-    save_rate_limit: float | None = flag(bound=RATE, idle_without="async_save")
-    """Most MB/s that each rank's background save sends to --save."""
     save_retain_interval: int | None = save_flag()
     """Keep checkpoints at multiples of this, and the newest --save-keep-last."""
     save_keep_last: int | None = save_flag()

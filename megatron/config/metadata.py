@@ -32,7 +32,6 @@ LOSS_SCALE = Bound("from 2**-126 to 2**127", lambda value: 2.0**-126 <= value <=
 UP_TO_A_YEAR = Bound(
     "greater than 0 and at most 525600 (a year)", lambda value: 0 < value <= 525600
 )
-RATE = Bound("greater than 0, and at least 0.001 MB/s", lambda value: value >= 0.001)
 
 
 def flag_name(field: str) -> str:

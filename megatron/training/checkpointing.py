@@ -26,7 +26,6 @@ from megatron.model.init import fill_initial
 from megatron.model.spec import Box
 from megatron.observe.metrics import save_metrics
 from megatron.observe.tracking import Tracker
-from megatron.optimizer.lr_schedule import finished
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import UNTRAINED
 from megatron.training.resume import run_state, takes_weights_alone
@@ -157,7 +156,6 @@ def make_manager(
         retention=Policy(options.save_retain_interval, options.save_keep_last),
         verify=options.verify_integrity,
         local_checkpoints=local_checkpoints,
-        rate=options.save_rate_limit,
         continues=is_same(options.load, options.save) and not options.finetune,
         report=lambda iteration, **saved: tracker.log(iteration, save_metrics(**saved)),
     )
@@ -166,9 +164,9 @@ def make_manager(
 def _own_pairs(config: Config, optimizer: Optimizer) -> list[tuple[Box, Tensor]]:
     """What this rank writes of weights and optimizer state."""
     options = config.checkpoint
-    # Of ranks that hold the same box one writes it, or each writes a share.
+    # Of ranks that hold the same box each writes a share.
     pairs = [*optimizer.weight_boxes(), *(optimizer.state_boxes() if options.save_optim else ())]
-    return own_part(pairs, optimizer.holder, balanced=options.ckpt_parallel_write == "balanced")
+    return own_part(pairs, optimizer.holder)
 
 
 def save(run: Run, *, local_alone: bool = False) -> None:
@@ -185,9 +183,7 @@ def save(run: Run, *, local_alone: bool = False) -> None:
             agree = partial(check.check, manager.ranks)
             manager.local_checkpoints.save(iteration, pairs, run_state(run), agree)
         else:
-            ends = finished(run.config, iteration, run.progress.consumed_samples)
-            ends = ends or run.exits.check(iteration) is not None
-            manager.save(iteration, pairs, run_state(run), check, is_last=ends)
+            manager.save(iteration, pairs, run_state(run), check)
 
 
 def finalize(run: Run) -> bool:

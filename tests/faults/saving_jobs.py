@@ -45,7 +45,7 @@ def contents(iteration: int, ranks: Ranks = SINGLE_RANK) -> tuple[list, dict]:
         places = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
         values = 1e-3 * places + (1000 * iteration + number)
         pairs.append((Box(name, shape, (0,) * len(shape), shape), values))
-    own = own_part(pairs, lambda box: Holder(ranks.world.rank, ranks.world.size), balanced=True)
+    own = own_part(pairs, lambda box: Holder(ranks.world.rank, ranks.world.size))
     return own, {"iteration": iteration, "consumed_samples": 8 * iteration}
 
 
@@ -172,7 +172,6 @@ def in_tiers(
         ranks,
         1,
         local_checkpoints=local_checkpoints,
-        rate=200.0,
         report=partial(report_saved, report_line),
     )
     rng = random.Random(found)

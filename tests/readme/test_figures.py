@@ -50,7 +50,7 @@ def test_every_figure_is_used_and_every_result_that_a_page_names_has_one():
     text = "".join(page.read_text() for page in tool.documents())
     assert {name for _, name, _, _ in tool.MARKED.findall(text)} == tool.FIGURES.keys()
     named = set(re.findall(r"results/(\w+)\.json", text))
-    generated = {"checkpoint", "parallel_write"}  # held below
+    generated = {"checkpoint"}  # held below
     files = ROOT / "tools/document_results.py", *(ROOT / "tools").glob("_figures*.py")
     source = "".join(file.read_text() for file in files)
     unused = {
@@ -83,8 +83,3 @@ def test_the_sections_that_benchmarks_write_are_those_of_their_results():
         for name in [re.search(r"<!-- (\w+): begin", part)[1]]
     }
     assert found["checkpoint"] == checkpoint_section(tool.result("checkpoint"))
-    runs = tool.result("parallel_write")["runs"]
-    for stage, mode in {(run["stage"], run["mode"]) for run in runs}:
-        first = next(run for run in runs if (run["stage"], run["mode"]) == (stage, mode))
-        row = rf"^\| {stage} \| {mode} \| [^|]+ \| {max(first['bytes']) / 2**20:.1f} \|"
-        assert re.search(row, found["parallel_write"], re.M)

@@ -9,7 +9,6 @@ nodes together hold all of it is found out at a restart.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.commit import Attempt, in_words, trash_folder
+from megatron.checkpoint.commit import Attempt, fix_of, in_words, trash_folder
 from megatron.checkpoint.files import (
     GB,
     GIB,
@@ -83,14 +82,6 @@ logger = logging.getLogger(__name__)
 NUM_KEPT = 2  # newest iterations that stay
 MAX_NAMED = 8  # shards or groups in one message
 FROM_LOAD = "take a checkpoint of --load with --ckpt-step"
-FIXES = {
-    **dict.fromkeys(
-        (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM), "; free space there, or give a larger folder"
-    ),
-    **dict.fromkeys(
-        (errno.EACCES, errno.EPERM, errno.EROFS), "; make it writable, or give another folder"
-    ),
-}
 
 
 class LocalCheckpoints:
@@ -300,10 +291,9 @@ class NodeAttempt(Attempt):
         instead = "Older ones are untouched"
         if self.done == "read":
             instead = f"Start with the layout and nodes of before, or {FROM_LOAD}"
-        fix = FIXES.get(getattr(error, "errno", None), "")
         return (
             f"--local-checkpoint-dir {self.nodes.root}: the local checkpoint of iteration "
-            f"{self.iteration} was not {self.done}: {in_words(error)}{fix}. {instead}"
+            f"{self.iteration} was not {self.done}: {in_words(error)}{fix_of(error)}. {instead}"
         )
 
     def _make_root(self) -> None:

@@ -25,6 +25,11 @@ from megatron.distributed.groups import Axis
 from megatron.model.spec import Box
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+WHOLE = ["iter_0000001", "latest_checkpointed_iteration.txt"]  # a folder with one checkpoint
+
+
+def listing(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
 
 
 def whole(name: str, tensor: Tensor) -> Box:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import all_ranks, deal, example, loads
+from checkpoint_cases import WHOLE, all_ranks, deal, example, listing, loads
 from logged import logged, silently
 
 from megatron.checkpoint import manifest, writer
@@ -21,11 +21,6 @@ from megatron.model.spec import Box
 
 STATE = {"iteration": 2, "consumed_samples": 16, "scale": float("inf")}
 BOTH = 9  # a cut in which every one of 2 or 4 ranks owns something; of 1, one of two does
-WHOLE = ["iter_0000001", "latest_checkpointed_iteration.txt"]
-
-
-def listing(root) -> list[str]:
-    return sorted(p.name for p in Path(root).iterdir())
 
 
 # ---- what the ranks do: functions of a Gloo world ------------------------------------------------
@@ -157,11 +152,14 @@ def try_elsewhere(root, shared: bool, forbidden: int | None) -> str | None:
 
 def test_a_folder_that_is_not_shared_is_found(gloo_world, tmp_path):
     (first, _), (second, _) = gloo_world(2).run(save_elsewhere, tmp_path)
-    assert first == second and first.startswith(f"rank 1: {tmp_path}/1: the folder .tmp-iter-1-")
-    assert "that all nodes share?" in first
+    not_shared = "or is not on a file system that all of its ranks share"
+    assert first == second and not_shared in first
+    assert first.startswith(
+        f"rank 1: {tmp_path}/1: the checkpoint of iteration 1 was not saved: No"
+    )
     first, second = gloo_world(2).run(try_elsewhere, tmp_path, False, None)
     assert first == second and "rank 1: " in first
-    assert "is --save on a file system that all nodes share?" in first
+    assert not_shared in first
     assert listing(tmp_path / "0") == []
     assert gloo_world(2).run(try_elsewhere, tmp_path / "1", True, None) == [None, None]
     first, second = gloo_world(2).run(try_elsewhere, tmp_path / "1", True, 1)

@@ -12,7 +12,6 @@ import stat
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -284,9 +283,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("count", "parts"), [(1, 1), (3, 3), (64, 4)])
-def test_any_number_of_cores_saves_the_same_tensors(tmp_path, monkeypatch, cores, count, parts):
-    shown: list[int] = []
-    monkeypatch.setattr(writer, "WriteProgress", lambda *_: shown.append)
+def test_any_number_of_cores_saves_the_same_tensors(tmp_path, cores, count, parts):
     cores(count)
     path = save_checkpoint(tmp_path, 1, pairs(example()), {}, verify=True)
     loads(path, example())
@@ -294,30 +291,7 @@ def test_any_number_of_cores_saves_the_same_tensors(tmp_path, monkeypatch, cores
         checkpoint.verify()
         sizes = [shard.data_bytes for shard in checkpoint.shards]
         assert {record["rank"] for record in checkpoint.manifest["shards"]} == {0}
-    assert len(sizes) == parts and sum(sizes) == sum(shown) == shard_bytes(pairs(example()))
+    assert len(sizes) == parts and sum(sizes) == shard_bytes(pairs(example()))
     assert max(sizes) - min(sizes) < 2000, "more than a row or two of each tensor"
     again = save_checkpoint(tmp_path / "again", 1, pairs(example()), {})
     assert files_of(again) == files_of(path)
-
-
-def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):
-    save_checkpoint(tmp_path, 1, pairs(example(1)), {})
-    cores(3)
-    calls, real = [], os.pwrite
-
-    def full(file, data, at):
-        calls.append(at)
-        if len(calls) == 8:
-            raise OSError(28, os.strerror(28))
-        time.sleep(1e-3)
-        return real(file, data, at)
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(
-        CheckpointError,
-        match=r"iteration 2 was not saved: No space left on device",
-    ):
-        save_checkpoint(tmp_path, 2, pairs(example(2)), {})
-    assert len(calls) <= 8 + 2 * 2, "the others wrote on"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", manifest.TRACKER]
-    loads(open_checkpoint(tmp_path).path, example(1))

@@ -325,8 +325,8 @@ def test_no_room_on_one_node(job, tmp_path, redundancy):
         "was not saved: "
     )
     for number, fix in (
-        (errno.ENOSPC, "free space there, or give a larger folder"),
-        (errno.EROFS, "make it writable, or give another folder"),
+        (errno.ENOSPC, "free space, raise the quota or give another folder"),
+        (errno.EROFS, "make it writable or give another folder"),
     ):
         text = f"{begins}{os.strerror(number)}; {fix}. Older ones are untouched"
         assert set(nodes.run(save_without_room, 2, redundancy, number)) == {text}

@@ -18,8 +18,7 @@ import torch
 from checkpoint_cases import flip, loads, pairs
 from logged import silently
 
-from megatron.checkpoint import files, manager, manifest
-from megatron.checkpoint.files import WriteProgress
+from megatron.checkpoint import manager, manifest
 from megatron.checkpoint.local import checkpoints
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.manager import CheckpointManager, Staging, staging_bytes
@@ -182,29 +181,6 @@ def test_a_killed_writer_fails_the_save_with_what_can_be_loaded(tmp_path, made, 
     assert log_lines[-1].endswith("Older checkpoints are untouched (newest: iteration 1).")
 
 
-def test_a_writer_that_dies_after_the_commit_fails_no_save(tmp_path, made, log_lines):
-    """It was deleting older checkpoints."""
-    background = made(tmp_path, enough(tensors()))
-    writer = background.background
-    real = writer.call
-
-    def killed(do: str, **arguments) -> None:
-        real(do, **arguments)
-        if do == "commit":
-            writer.is_done(wait=True)
-            writer.process.kill()
-            writer.process.wait()
-            writer.outcome = CheckpointError("was not saved: killed")
-
-    with mock.patch.object(writer, "call", killed):
-        background.save(1, pairs(tensors()), STATE)
-        assert background.finalize()
-    assert "the process that deletes older checkpoints has died" in log_lines[0]
-    assert f" saved checkpoint {tmp_path}" in log_lines[1]
-    background.save(2, pairs(tensors(2)), STATE)
-    assert background.finalize()
-
-
 def test_a_save_that_close_abandons_did_not_go_well(tmp_path, made):
     background = made(tmp_path, enough(tensors()))
     background.save(1, pairs(tensors()), STATE)
@@ -301,37 +277,7 @@ def test_memory_that_cannot_be_pinned_is_an_error_with_the_fix(tmp_path, monkeyp
         CheckpointManager(tmp_path, Ranks(device=CUDA), 1 << 22)
 
 
-# ---- lines about a save --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time `now` that passes in sleep alone."""
-    clock = SimpleNamespace(now=0.0)
-
-    def sleep(seconds: float) -> None:
-        assert seconds >= 0
-        clock.now += seconds
-
-    fake = SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
-    monkeypatch.setattr(files, "time", fake)
-    return clock
-
-
-def test_lines_of_a_long_save(clock, log_lines):
-    """A short one logs nothing, and the end is not progress."""
-    WriteProgress(6, 100)(100)
-    progress = WriteProgress(7, 8_000_000_000)
-    for _ in range(320):  # 25 MB in 1/8 s each
-        clock.now += 0.125
-        progress(25_000_000)
-    assert log_lines == [
-        f" saving iteration 7: {done:.2f} of 8.00 GB of this rank, 0.20 GB/s, ETA {eta} s"
-        for done, eta in ((2, 30), (4, 20), (6, 10))
-    ]
-
-
-# ---- from the local tier to --save: at the rate that is asked for, and nothing that is damaged ---
+# ---- from the local tier to --save: nothing that is damaged --------------------------------------
 
 
 @pytest.fixture
@@ -391,16 +337,6 @@ def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path, lo
     loads(silently(open_checkpoint, tmp_path / "shared").path, tensors(2))
 
 
-def test_a_shard_that_shrinks_while_it_is_copied_is_damaged(saver, tmp_path, log_lines):
-    saver.rate = 6.0  # MB/s
-    saver.background.start()
-    saver.save(1, pairs(tensors()), {})
-    time.sleep(0.3)
-    os.truncate(next(tmp_path.glob("local/*/*/*.safetensors")), 0)
-    assert not saver.finalize()
-    assert "local copy of shard-00000.safetensors is damaged" in log_lines[-1]
-
-
 def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
     saver, tmp_path, monkeypatch, log_lines
 ):
@@ -412,51 +348,3 @@ def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
     assert saver.pending is None and saver.finalize()
     assert log_lines[0] == "warning: iteration 1 was NOT saved locally. no room"
     loads(silently(open_checkpoint, tmp_path / "shared").path, tensors())
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_the_writer_keeps_to_the_rate(saver, made, tmp_path, local):
-    """7 MB at 6 MB/s; from the node and from memory."""
-    each = saver if local else made(tmp_path / "memory", enough(tensors()))
-    each.rate = 6.0
-    each.background.start()
-    began = time.monotonic()
-    each.save(1, pairs(tensors()), {})
-    assert each.finalize() and time.monotonic() - began >= 1
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_the_last_save_and_one_before_it_do_not_keep_to_the_rate(saver, made, tmp_path, local):
-    """Training waits for them, and a job that gets a signal may be killed. 7 MB at 0.3 MB/s."""
-    each = saver if local else made(tmp_path / "memory", enough(tensors()))
-    each.rate = 0.3
-    each.background.start()
-    each.save(1, pairs(tensors()), {})
-    time.sleep(0.3)  # the writer has begun
-    began = time.monotonic()
-    each.save(2, pairs(tensors(2)), {}, is_last=True)
-    assert each.finalize() and time.monotonic() - began < 10
-
-
-def test_a_rate_is_lifted_of_a_shard_that_the_writer_has_not_begun(made, tmp_path):
-    each = made(tmp_path, enough(tensors()))
-    each.rate = 0.3
-    each.background.start()
-    writer = each.background.process
-    writer.send_signal(signal.SIGSTOP)
-    each.save(1, pairs(tensors()), {})
-    each.background.lift_rate()
-    writer.send_signal(signal.SIGCONT)
-    began = time.monotonic()
-    assert each.finalize() and time.monotonic() - began < 10
-
-
-def test_time_in_which_the_writer_was_slower_is_not_saved_up(clock):
-    wait = WriteProgress(1, 10**9, 1.0)
-    for _ in range(20):
-        clock.now += 1.0
-        wait(1000)
-    assert clock.now == 20
-    for _ in range(4):
-        wait(250_000)
-    assert clock.now == pytest.approx(21)

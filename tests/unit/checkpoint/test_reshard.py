@@ -31,6 +31,7 @@ from reshard_cases import (
     start,
 )
 
+from megatron.checkpoint import manifest
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.model.spec import Box, Holder
 from megatron.optimizer.optimizer import Optimizer
@@ -276,6 +277,11 @@ def test_a_tensor_that_no_rank_owns_is_not_saved(tmp_path):
     assert shown.endswith("exit code 1") and open_checkpoint(tmp_path) is None
 
 
+def start_with_small_chunks(arguments: tuple) -> str:
+    with mock.patch.object(manifest, "CHUNK", 64):
+        return start(arguments)
+
+
 @pytest.mark.parametrize(
     ("layout", "more"), [("tp2", []), ("dp2zero1", ["--no-overlap-param-gather"])]
 )
@@ -286,9 +292,12 @@ def test_damage_that_one_rank_reads_ends_all_with_one_error_or_all_take_the_olde
     checkpoint. The other rank waits in no collective for it.
     """
     arguments = flags("gqa-untied", layout, *more)
-    gloo_world(2).run(start, (*arguments, *saving(tmp_path), "--ckpt-parallel-write", "owner"))
-    shard = saved(tmp_path, 6) / "shard-00001.safetensors"
-    flip(shard, -5)
+    gloo_world(2).run(start_with_small_chunks, (*arguments, *saving(tmp_path)))
+    with Checkpoint(saved(tmp_path, 6)) as checkpoint:
+        piece = checkpoint.tensors["layers.1.mlp.up.weight"].pieces[-1]
+    shard = piece.shard.path
+    assert shard.name == "shard-00001.safetensors"
+    flip(shard, piece.shard.data_start + piece.start + 500)
     first, second = gloo_world(2).run(start, (*arguments, "--load", str(tmp_path)))
     assert first == second and first.startswith(f"rank 1: {shard}: damaged: bytes ")
     assert "iter_0000006 cannot be loaded; load the older whole one with --ckpt-step 3" in first

@@ -135,16 +135,6 @@ def test_a_run_keeps_what_its_flags_say_and_logs_its_saves(gloo_world, tmp_path)
     assert last["save-checkpoint-gb-per-second"] == pytest.approx(size / 1e9 / seconds)
 
 
-@pytest.mark.parametrize("end", [("--exit-interval", "2"), ("--train-iters", "2")])
-def test_a_run_that_ends_does_not_wait_for_a_rate(gloo_world, tmp_path, end):
-    """0.16 MB a rank at 3 kB/s."""
-    flags = f"--save {tmp_path} --save-interval 0 --async-save --save-rate-limit 0.003".split()
-    words = (*BASE, *FEATURES["tied-bf16"].split(), *flags, *end)
-    text, _ = gloo_world(2).run(start, words)
-    (seconds,) = re.findall(r"saved checkpoint .*/iter_0000002: .* GB in (\S+) s", text)
-    assert float(seconds) < 20
-
-
 # ---- going back to an older checkpoint -----------------------------------------------------------
 
 
