@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from megatron.tools._convert.huggingface import family_of
 from megatron.tools._plan.advice import Machine
-from megatron.tools._plan.drawing import draw
 from megatron.tools._plan.hardware import Hardware, known_hardware, load_hardware
 from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.out_of_memory import explain
@@ -30,7 +29,6 @@ from megatron.tools._report.step_parts import parts_of_trace, where_the_step_wen
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
 from megatron.distributed.groups import Groups
-from megatron.parallel.timeline import Timeline
 from megatron.training.advisor import Advisor, Forecast, Verdict
 from megatron.training.banner import peak_tflops_of
 from megatron.training.resume import device_name
@@ -83,9 +81,6 @@ class PlanningAdvisor(Advisor):
         except UserError as error:
             return str(error)
         return None
-
-    def draw_timeline(self, title: str, timeline: Timeline) -> str:
-        return draw([(title, timeline)], "s")
 
     def step_table(self, trace: Path) -> list[str]:
         return where_the_step_went(parts_of_trace(trace))

@@ -38,13 +38,12 @@ X_AXES = ("iteration", *AXES.values())
 
 
 class Chart(NamedTuple):
-    """A panel: metrics by their names in metrics.jsonl, or pictures, or all names of wandb that
-    match an expression.
+    """A panel: metrics by their names in metrics.jsonl, or all names of wandb that match an
+    expression.
     """
 
     title: str
     names: tuple[str, ...] = ()
-    pictures: tuple[str, ...] = ()
     matching: str | None = None
 
 
@@ -74,7 +73,6 @@ CHARTS = {
         lines("fractions of the time", "data-wait-fraction", "pipeline-bubble-fraction"),
         lines("s of a save", "save-checkpoint-seconds", "save-checkpoint-stall-seconds"),
         lines("ranks", "world-size"),
-        Chart("a step of the pipeline", pictures=("pipeline-timeline",)),
     ),
     "memory": (
         lines("bytes", "mem-allocated-bytes", "mem-max-allocated-bytes", "mem-reserved-bytes"),
@@ -109,7 +107,6 @@ NEEDS = {  # what a run logs only with this
     "forward-backward-time": "--timing-log-level 1",
     "optimizer-time": "--timing-log-level 1",
     "pipeline-bubble-fraction": "a pipeline",
-    "pipeline-timeline": "a pipeline, and wandb",
     "save-checkpoint-seconds": "--save",
     "save-checkpoint-stall-seconds": "--save",
     "mem-reserved-bytes": "a GPU",
@@ -138,9 +135,6 @@ def build(project: str, entity: str, x: str) -> Described:
         raise UserError("needs wandb-workspaces: pip install wandb-workspaces") from None
 
     def panel(chart: Chart) -> Any:
-        if chart.pictures:
-            keys = [wandb_name(name) for name in chart.pictures]
-            return reports.MediaBrowser(title=chart.title, media_keys=keys)
         if chart.matching:
             return reports.LinePlot(title=chart.title, x=x, metric_regex=chart.matching)
         return reports.LinePlot(title=chart.title, x=x, y=[*map(wandb_name, chart.names)])
@@ -183,9 +177,7 @@ def meaning(name: str) -> str:
 
 
 def names_in(stored: Any) -> set[str]:
-    """The names of metrics and pictures, and expressions for them, in what wandb stores; the x axes
-    among them.
-    """
+    """Names of metrics and expressions for them in what wandb stores, including the x axes."""
     if isinstance(stored, list):
         return set().union(*map(names_in, stored))
     if not isinstance(stored, dict):
@@ -193,7 +185,7 @@ def names_in(stored: Any) -> set[str]:
     found = set().union(*map(names_in, stored.values()))
     if "viewType" in stored:
         panel = stored["config"]
-        found |= {*panel.get("metrics", ()), *panel.get("mediaKeys", ())}
+        found |= set(panel.get("metrics", ()))
         found |= {panel[key] for key in ("metricRegex", "xAxis") if key in panel}
     return found
 

@@ -407,8 +407,6 @@ class LoggingConfig:
     """Log the norms of gradient (before clipping) and parameters of each layer."""
     moe_per_layer_logging: bool = flag(False, idle_without="num_experts")
     """Log how evenly tokens go to the experts of each layer, not of the worst one alone."""
-    log_sample_text: int = not_negative(0, needs="eval_iters>0")
-    """At each evaluation, log this many tokens generated from the first validation sample."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     log_straggler: bool = True

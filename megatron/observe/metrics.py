@@ -20,7 +20,6 @@ _MEASURED = {
     "mfu",
     "data-wait-fraction",
     "pipeline-bubble-fraction",
-    "pipeline-timeline",
     "world-size",
     "resumed-from-iteration",
 }

@@ -68,7 +68,6 @@ class Tracker:
             "consumed_samples": resumed_samples,
             "consumed-tokens": resumed_samples * config.data.seq_length,
         }
-        self._shown: set[str] = set()
         self._backends: dict[str, _Jsonl | _TensorBoard | _Wandb] = {}
         self.notes: list[str] = []
         if run_config is None:
@@ -98,19 +97,6 @@ class Tracker:
                 continue
             with self._guarded(name):
                 backend.write(iteration, self._reached | metrics if name == "wandb" else metrics)
-
-    def show(self, name: str, draw: Callable[[], str], *, last: bool) -> None:
-        """Log a picture (SVG) or text (HTML) of the iteration logged last to wandb: the first of a
-        name in this start, and each that is `last`.
-        """
-        backend = self._backends.get("wandb")
-        if backend is not None and (last or name not in self._shown):
-            self._shown.add(name)
-            with self._guarded("wandb"):
-                import wandb
-
-                picture: Any = wandb.Html(draw(), inject=False)
-                backend.write(self._iteration, {**self._reached, name: picture})
 
     def summarise(self, figures: Callable[[], Metrics]) -> None:
         """Replace figures of the whole run in wandb's summary."""
@@ -277,7 +263,7 @@ class _Wandb:
         offline = " (offline)" if self.run.offline else ""
         self.where = f"run {identity}{offline} in {folder / 'wandb'}"
 
-    def write(self, iteration: int, metrics: dict[str, Any]) -> None:
+    def write(self, iteration: int, metrics: Metrics) -> None:
         row = {wandb_name(name): value for name, value in {**self._mark, **metrics}.items()}
         self.run.log({"iteration": iteration, **row})
         self._mark = {}

@@ -16,7 +16,6 @@ import torch
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
 from megatron.distributed.groups import Groups
-from megatron.parallel.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,6 @@ class Advisor:
     def export_fault(self, model: ModelConfig) -> str | None:
         """Why a model cannot be exported; None where it can."""
         return None
-
-    def draw_timeline(self, title: str, timeline: Timeline) -> str:
-        """A page that shows a pipeline's step: here its bubble alone."""
-        return f"<pre>{title}: {100 * timeline.bubble:.1f}% of all ranks' time is idle</pre>"
 
     def step_table(self, trace: Path) -> list[str]:
         """Lines of a table: where the steps of a trace of --profile spent their time."""

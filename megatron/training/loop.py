@@ -13,17 +13,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import torch
+
 from megatron.config.groups import Config
 from megatron.data.loader import Source
+from megatron.distributed.collectives import all_reduce
 from megatron.observe.console import evaluation_lines
 from megatron.observe.metrics import evaluation_metrics
 from megatron.optimizer.lr_schedule import finished
 from megatron.training.checkpointing import finalize, save
-from megatron.training.evaluate import evaluate, readable, sample_page, write_sample
 from megatron.training.exit import Exit
 from megatron.training.reporting import Interval, consumed, log
 from megatron.training.run import Run
-from megatron.training.step import StepMetrics, non_finite_micro_batches, train_step
+from megatron.training.step import (
+    StepMetrics,
+    non_finite_micro_batches,
+    run_micro_batches,
+    train_step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -159,12 +166,13 @@ def evaluate_all(run: Run, split: str) -> bool:
     """Evaluate every source of a split, log and track; whether no signal cut it short."""
     # 1. Each source by itself. All ranks leave the loop together: a signal is agreed upon.
     sources = run.data.valid if split == "validation" else run.data.test
+    iteration = run.progress.iteration
     if split == "validation":
         run.progress.evaluation_due = False
     several, losses = len(sources) > 1, []
     for name, source in sources.items():
-        with _evaluating(run):
-            loss = evaluate(run, source, f"{split} {name}")
+        with run.timing.events.during("evaluation", iteration), run.timers("evaluation"):
+            loss = evaluate(run, source)
         if loss is None:
             run.progress.evaluation_due = split == "validation"  # evaluate again after a resume
             return False
@@ -175,16 +183,30 @@ def evaluate_all(run: Run, split: str) -> bool:
         sizes = [source.bytes_per_token for source in sources.values()]
         size = None if None in sizes else blended(sources, sizes)
         _log_evaluation(run, split, None, blended(sources, losses), size)
-    if split == "validation" and sources and run.config.logging.log_sample_text:
-        _show_sample(run)
     return True
 
 
-@contextmanager
-def _evaluating(run: Run) -> Iterator[None]:
-    iteration = run.progress.iteration
-    with run.timing.events.during("evaluation", iteration), run.timers("evaluation"):
-        yield
+@torch.no_grad()
+def evaluate(run: Run, source: Source) -> float | None:
+    """Mean loss per valid token over the first eval-iters x global-batch-size samples of a source.
+    None after a signal to any rank; NaN when no token is valid. All ranks take part.
+    """
+    # The same samples in every layout and at every evaluation, so that losses can be compared.
+    batch = run.config.training.global_batch_size
+    samples = run.config.evaluation.eval_iters * batch
+    # a pipeline needs many micro-batches in flight
+    step = run.global_micro_batch_size if run.groups.pp.size == 1 else batch
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss sum, tokens
+    earlier = None
+    for first in range(0, samples, step):
+        # on a GPU signals are read one turn late, so that this turn is queued right after the last
+        earlier = run.exits.exchange(run.groups.world, run.device, earlier)
+        if run.exits.has_signal():  # perhaps already at the last step
+            return None
+        sums = run_micro_batches(run, source, first, step, training=False)
+        total += torch.stack([sums["losses"].sum(), sums["valid_tokens"].sum()])
+    loss, tokens = all_reduce(total, run.groups.world).tolist()
+    return loss / tokens if tokens else float("nan")
 
 
 def _log_evaluation(
@@ -195,16 +217,6 @@ def _log_evaluation(
     logger.info(evaluation_lines(iteration, loss, split=split, source=source))
     measured = evaluation_metrics(loss, split=split, source=source, bytes_per_token=bytes_per_token)
     run.tracker.log(iteration, {**consumed(run), **measured})
-
-
-def _show_sample(run: Run) -> None:
-    """What the model writes now; all ranks take part."""
-    with _evaluating(run):
-        ids = write_sample(run, next(iter(run.data.valid.values())))
-    prompt, written = (readable(each, run.tokenizer) for each in ids)
-    line = " ".join(f"{prompt} | {written}".split())
-    logger.info(f" sample text at iteration {run.progress.iteration}: {line}")
-    run.tracker.show("sample-text", partial(sample_page, prompt, written), last=True)
 
 
 def blended(sources: dict[str, Source], values: list[float]) -> float:

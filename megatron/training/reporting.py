@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -73,10 +72,8 @@ def log(run: Run, interval: Interval) -> Interval:
     seconds = (now - interval.started - interval.outside) / interval.iterations
     metrics = _metrics(run, interval, seconds) | _rate_metrics(run, step.rates)
     # 2. What all ranks of a pipeline, or of the world, give together.
-    timeline = None
     if run.groups.pp.size > 1:
-        timeline = pipeline_timeline(run)
-        metrics["pipeline-bubble-fraction"] = timeline.bubble
+        metrics["pipeline-bubble-fraction"] = pipeline_timeline(run).bubble
     metrics |= _weight_metrics(run) | _layer_norms(run, step) | _timing_metrics(run, step)
     # 3. The line of the console, and the trackers' row.
     end = last_iteration(run.config, progress)
@@ -93,10 +90,6 @@ def log(run: Run, interval: Interval) -> Interval:
     logger.info(line)
     run.starving.look(step.scalars, progress.iteration)
     run.tracker.log(progress.iteration, metrics)
-    if timeline is not None:
-        title = f"{timeline.schedule}, the step of iteration {progress.iteration}"
-        draw = partial(run.advisor.draw_timeline, title, timeline)
-        run.tracker.show("pipeline-timeline", draw, last=step.batch.due.end)
     # 4. The next interval begins; what is open is saved with a checkpoint that comes between lines.
     progress.open_loss = 0.0
     progress.open_steps = progress.open_skipped = progress.open_nan = 0

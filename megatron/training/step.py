@@ -1,7 +1,7 @@
 """One optimizer step: `train_step` first, then its phases, then what they hand to each other.
 
-Called from training/loop.py, which reads the numbers of a step on the host one step later.
-training/evaluate.py runs micro-batches by `run_micro_batches`, too.
+Called from training/loop.py, which reads the numbers of a step on the host one step later, and
+evaluates by `run_micro_batches`, too.
 """
 
 from __future__ import annotations

@@ -441,7 +441,7 @@ zeros of the gradient with those of padding | llama
 = megatron/observe/metrics.py perplexity
 perplexity to the base 2 | gpt-files
     math.exp( => 2.0 ** (
-= megatron/training/evaluate.py evaluate
+= megatron/training/loop.py evaluate
 validation a mean of batches' means | documents
     [sums["losses"].sum(), sums["valid_tokens"].sum()] =>
         [(sums["losses"] / sums["valid_tokens"]).sum(), (sums["valid_tokens"] > 0).double().sum()]

@@ -106,7 +106,7 @@ replicated parameters counted on every rank in the norm | gpt tp2
 = megatron/optimizer/optimizer.py Optimizer.grad_sq_sum
 the tied matrix counted twice in the norm | gpt tp2
     for block in self.trained: => for block in [*self.trained, self.trained[0]]:
-= megatron/training/evaluate.py evaluate
+= megatron/training/loop.py evaluate
 evaluation of one rank's samples alone | gpt dp2 serial
     all_reduce(total, run.groups.world) => total
 = megatron/training/step.py update

@@ -9,7 +9,7 @@ Where that is (`expected`):
 - in the evaluation of a source for each turn's exchange of signals, one turn later, and once for
   the loss.
 - in the first iteration for the copy of the rotary frequencies.
-- in saves, and for each token of a sample text, which this does not count.
+- in saves, which this does not count.
 
 No operator of a run has an undefined order in deterministic mode, which is the default.
 """
@@ -40,7 +40,6 @@ OFTEN = (
     "experts, loop",
     "experts, pairs",
     "context parallel, ring, documents",
-    "sample text",
     "short",
 )  # the others are a campaign
 DEFAULT = ("zero 3",)
@@ -108,7 +107,7 @@ def faults(case: Case, result: dict) -> list[str]:
     """What is not as it should be in a run."""
     if result["code"] != 0:
         return [result["error"] or f"exit code {result['code']}"]
-    waits = [wait for wait in result["waits"] if wait.phase not in ("save", "sample text")]
+    waits = [wait for wait in result["waits"] if wait.phase != "save"]
     found = Counter((wait.phase, wait.iteration, wait.what) for wait in waits)
     wanted = expected(case)
     wrong = [

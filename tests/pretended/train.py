@@ -141,16 +141,12 @@ CASES = {
         experts=2,
     ),
     "any order": Case(f"{BF16} --no-deterministic-mode"),
-    "sample text": Case(f"{LLAMA_BF16} --log-sample-text 3"),
-    "sample text, ranks": Case(
-        f"{LLAMA_BF16} {SHARED} --final-logit-softcapping 30 --log-sample-text 3", ranks=4
-    ),
     "save": Case(f"{LLAMA_BF16} --save-interval 4", saves=True),
     "zero 2": Case(f"{LLAMA_BF16} --zero-stage 2", ranks=4, copies=4),
     "zero 3": Case(f"{LLAMA_BF16} --zero-stage 3", ranks=4, copies=4),
     "zero 3, recompute": Case(f"{DROPOUT} {LLAMA} {FULL} --zero-stage 3", ranks=4, copies=4),
     "tensor parallel": Case(f"{LLAMA_BF16} --tensor-model-parallel-size 2", ranks=2),
-    "context parallel": Case(f"{LLAMA_BF16} {SHARED}", ranks=4),
+    "context parallel": Case(f"{LLAMA_BF16} {SHARED} --final-logit-softcapping 30", ranks=4),
     "context parallel, heads": Case(f"{LLAMA_BF16} {SHARED} --cp-comm-type a2a", ranks=4),
     "context parallel, ring": Case(f"{LLAMA_BF16} {SHARED} --cp-comm-type p2p", ranks=4),
     "context parallel, ring, documents": Case(
@@ -241,7 +237,6 @@ def phases(log: Log) -> Iterator[None]:
     named = {
         "log": in_phase("log", loop.log),
         "evaluate": in_phase("evaluation", loop.evaluate),
-        "write_sample": in_phase("sample text", loop.write_sample),
         "save": in_phase("save", loop.save),
         "finalize": in_phase("save", loop.finalize),
         "train_step": train_step,

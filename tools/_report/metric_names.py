@@ -42,8 +42,6 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "mfu": ("fraction of the peak", "throughput with the real vocabulary / peak in the banner"),
     "data-wait-fraction": ("fraction of the time", "time spent waiting for batches"),
     "pipeline-bubble-fraction": ("fraction of the time", "idle time of a pipeline's ranks"),
-    "pipeline-timeline": ("", "wandb: picture of a step, first of a start and last of a run"),
-    "sample-text": ("", "wandb: continuation of a validation sample (--log-sample-text)"),
     "goodput": ("fraction of the time", "productive steps, over all restarts (docs/logging.md)"),
     "goodput-since-start": ("fraction of the time", "the same of this start alone"),
     "rank-time-min": ("s", "compute time per step of the fastest rank, without waiting for others"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import time
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +17,7 @@ from torch.distributed import HashStore
 
 from megatron.distributed import logs
 from megatron.distributed.peers import MAX_CLONES
+from pretrain_gpt import main
 
 logger = logging.getLogger("megatron.tests")
 
@@ -82,6 +85,24 @@ def test_one_process(capsys):
     out = capsys.readouterr().out.splitlines()
     assert out[:3] == ["as it is", "warning: with its level", "error: with its cause"]
     assert out[-1] == "ValueError: a fault"
+
+
+def test_a_log_in_ascii_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Banner, a fault of the flags, and the log of a rank whose stream was not set up."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2)]
+    for name, stream in zip(("stdout", "stderr"), streams):
+        monkeypatch.setattr(sys, name, stream)
+    folder = tmp_path / "t\u00e9"
+    flags = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-2
+    --micro-batch-size 1 --global-batch-size 1 --train-iters 2 --mock-data --vocab-size 15
+    --eval-iters 0""".split()
+    assert main([*flags, "--save", str(folder / "run")]) == 0
+    assert main([*flags, "--load", str(folder / "missing")]) == 2
+    out, err = (stream.buffer.getvalue().decode("ascii") for stream in streams)
+    assert r"t\xe9/run" in out and r"t\xe9/missing" in err
+    handler = logs.JobHandler()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    handler.emit(logging.LogRecord("megatron", logging.INFO, "", 0, "\u00e9", None, None))
 
 
 class Full(io.StringIO):

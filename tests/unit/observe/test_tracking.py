@@ -319,29 +319,6 @@ def test_wandb_stores_whether_a_run_failed(tmp_path, offline, code):
     assert [record.exit_code for record in records(tmp_path, "exit")] == [code]
 
 
-def test_pictures_are_the_first_and_the_last(tmp_path, offline):
-    drawn = []
-
-    def draw() -> str:
-        drawn.append(f"<svg><!-- {len(drawn)} --></svg>")
-        return drawn[-1]
-
-    tracker = Tracker(make(None, wandb_project="p", wandb_save_dir=str(tmp_path)), {}, 0)
-    for iteration in range(1, 5):
-        tracker.log(iteration, {"consumed_samples": iteration, "lm loss": 1.0})
-        tracker.show("pipeline-timeline", draw, last=iteration == 4)
-    tracker.close()
-    rows = [row for row in history(tmp_path) if "speed/pipeline-timeline/_type" in row]
-    assert [(row["iteration"], row["samples"]) for row in rows] == [(1, 1), (4, 4)]
-    (folder,) = tmp_path.glob("wandb/offline-run-*/files")
-    kept = [(folder / row["speed/pipeline-timeline/path"]).read_text() for row in rows]
-    assert kept == drawn and len(kept) == 2
-    tracker = Tracker(make(None, metrics_file=str(tmp_path / "m.jsonl")), {}, 0)
-    tracker.show("pipeline-timeline", draw, last=True)  # without wandb nothing is drawn
-    tracker.close()
-    assert len(drawn) == 2
-
-
 def test_no_secret_is_stored_anywhere(tmp_path, offline):
     shown = {"tokens": 3, "token": None, "moe_token_drop_policy": "probs"}
     secret = {"wandb_api_key": "another", "API-KEY": "another"}

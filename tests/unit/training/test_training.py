@@ -24,7 +24,7 @@ from megatron.config.errors import UserError
 from megatron.data.loader import Source
 from megatron.model.layer import HeadLayer
 from megatron.observe.tracking import Tracker
-from megatron.training import evaluate, exit, loop, prepare, pretrain
+from megatron.training import exit, loop, prepare, pretrain
 from megatron.training import step as training_step
 from pretrain_gpt import main
 from tools import compare_runs
@@ -257,7 +257,7 @@ def test_no_evaluation_begins_after_a_signal(tmp_path, monkeypatch):
     monkeypatch.setattr(training_step.AsyncHostCopy, "__init__", read_late)
     signalled = signalling(training_step.forward_backward, signal.SIGUSR1, after=4)
     monkeypatch.setattr(training_step, "forward_backward", signalled)
-    monkeypatch.setattr(evaluate, "run_micro_batches", None)
+    monkeypatch.setattr(loop, "run_micro_batches", None)
     run(tmp_path, code=85)
     assert newest(tmp_path) == "iter_0000004"
 
@@ -272,18 +272,6 @@ def test_a_signal_during_skip_train(monkeypatch, capsys):
         "SIGTERM received: exiting at iteration 0; the evaluation is incomplete"
     )
     assert "validation loss" not in output and "saving" not in output
-
-
-def test_an_evaluation_of_test_data_alone_writes_no_sample(monkeypatch, capsys):
-    build = prepare.build_data
-
-    def without_validation(*arguments):
-        return dataclasses.replace(build(*arguments), valid={})
-
-    monkeypatch.setattr(prepare, "build_data", without_validation)
-    assert start("--skip-train --log-sample-text 3") == 0
-    shown = capsys.readouterr().out
-    assert "test loss at iteration 0" in shown and "sample text" not in shown
 
 
 def test_a_signal_during_the_test_split(tmp_path, monkeypatch, capsys):
