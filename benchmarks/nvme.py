@@ -35,11 +35,13 @@ from megatron.benchmarks import ratio_rule
 from megatron.benchmarks.training import busy_seconds, machine
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
+from megatron.distributed.groups import one_process
 from megatron.model.gpt import GPTModel
 from megatron.optimizer import nvme
 from megatron.optimizer.lr_schedule import StepRates
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import build_blocks
+from megatron.parallel.zero import Zero
 
 GOAL = 1.3
 VOCABULARY = 50304
@@ -73,7 +75,8 @@ class Step:
             shape, vocab_size=VOCABULARY, padded_vocab=VOCABULARY, dtype=torch.bfloat16, seed=1
         )
         blocks = build_blocks(model, torch.device("cpu"), optimizer=config.optimizer)
-        self.optimizer = Optimizer(blocks, config)
+        self.zero = Zero(model, blocks, one_process(), config.distributed)
+        self.optimizer = Optimizer(blocks, config, one_process(), self.zero)
         self.optimizer.keeps_gradients = True
         self.optimizer.initialise()
         draw = torch.Generator().manual_seed(1)
@@ -98,6 +101,7 @@ class Step:
             grad_sq_sum=self.squares,
             grad_scale=1.0,
         )
+        self.zero.wait_for_weights()
         for slot in self.optimizer.files.ring:
             self.optimizer.files.wait(slot)  # all is written
 

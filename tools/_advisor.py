@@ -24,7 +24,6 @@ from megatron.tools._plan.verdict import (
     memory_verdict,
 )
 from megatron.tools._report.goodput_account import goodput
-from megatron.tools._report.step_parts import parts_of_trace, where_the_step_went
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
@@ -81,9 +80,6 @@ class PlanningAdvisor(Advisor):
         except UserError as error:
             return str(error)
         return None
-
-    def step_table(self, trace: Path) -> list[str]:
-        return where_the_step_went(parts_of_trace(trace))
 
     def goodput(self, save: Path) -> dict[str, float]:
         try:

@@ -8,8 +8,6 @@ import contextlib
 import json
 import logging
 import math
-import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -24,34 +22,20 @@ from megatron.observe.metrics import AXES, Metrics, wandb_name
 logger = logging.getLogger(__name__)
 
 RESUMED = "resumed-from-iteration"
-# suffix of TensorBoard's tags over consumed samples, as in Megatron-LM: of these metrics and of
-# validation losses
-VS_SAMPLES = " vs samples"
-_BY_SAMPLES = {
-    "learning-rate",
-    "batch-size",
-    "lm loss",
-    "loss-scale",
-    "world-size",
-    "grad-norm",
-    "num-zeros",
-    "params-norm",
-}
 # begin of names whose rows TensorBoard and wandb get whatever the interval
 _RARE = ("lm loss validation", "lm loss test", "save-checkpoint-seconds")
 _WANDB_INIT_SECONDS = 30  # then the run continues offline
 _WANDB_FINISH_SECONDS = 120  # then `wandb sync` must upload the rest
 _WANDB_FLUSH_SECONDS = 1  # lost in a kill; the default is 15
-_SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"}
 
 
 class Tracker:
     """Writes the metrics of a run.
 
-    `config` is resolved. `run_config` (nested, of JSON values) is stored without secrets; None on
-    the ranks that write nothing. `resumed_iteration` and `resumed_samples`: of the loaded
-    checkpoint, else 0. `notes`: lines for the banner with the places of the files. An exception of
-    a backend is logged as one warning and switches that backend off.
+    `config` is resolved. `run_config` (nested, of JSON values) is stored; None on the ranks that
+    write nothing. `resumed_iteration` and `resumed_samples`: of the loaded checkpoint, else 0.
+    `notes`: lines for the banner with the places of the files. An exception of a backend is logged
+    as one warning and switches that backend off.
     """
 
     def __init__(
@@ -72,12 +56,11 @@ class Tracker:
         self.notes: list[str] = []
         if run_config is None:
             return
-        run_config = redact(run_config, _secret_values())
         path = metrics_file(config)
         if path is not None:
             self._open("metrics.jsonl", _Jsonl, path, run_config, resumed_iteration)
         if config.logging.tensorboard_dir is not None:
-            self._open("TensorBoard", _TensorBoard, config, resumed_iteration, resumed_samples)
+            self._open("TensorBoard", _TensorBoard, config, resumed_iteration)
         if config.logging.wandb_project is not None:
             self._open("wandb", _Wandb, config, run_config, resumed_iteration)
 
@@ -166,44 +149,25 @@ class _Jsonl:
 class _TensorBoard:
     """A resumed run replaces the points of the previous attempt beyond its checkpoint."""
 
-    def __init__(self, config: Config, resumed_iteration: int, resumed_samples: int) -> None:
+    def __init__(self, config: Config, resumed_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.where = config.logging.tensorboard_dir
-        kept = _points_by_samples(self.where, resumed_samples) if resumed_iteration else []
         self._writer = SummaryWriter(self.where, purge_step=resumed_iteration + 1)
-        for name, point in kept:  # the purge by iteration would hide them
-            self._writer.add_scalar(name, point.value, point.step, point.wall_time)
         self._iteration: int | None = None  # of the last row
         self._mark = {RESUMED: resumed_iteration} if resumed_iteration else {}
 
     def write(self, iteration: int, metrics: Metrics) -> None:
-        samples = metrics.get("consumed_samples")
         for name, value in {**self._mark, **metrics}.items():
             if name in AXES and iteration == self._iteration:
                 continue  # an evaluation's row repeats them
             self._writer.add_scalar(name, value, iteration)
-            if samples is not None and (
-                name in _BY_SAMPLES or name.startswith("lm loss validation")
-            ):
-                self._writer.add_scalar(name + VS_SAMPLES, value, samples)
         self._mark = {}
         self._iteration = iteration
         self._writer.flush()
 
     def close(self, _code: int) -> None:
         self._writer.close()
-
-
-def _points_by_samples(folder: str, last: int) -> list[tuple[str, Any]]:
-    """(tag, point) of all tags by samples in a folder of event files, up to `last` samples."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    if not any(Path(folder).glob("events.out.tfevents.*")):
-        return []
-    events = EventAccumulator(folder, size_guidance={"scalars": 0}).Reload()
-    names = [name for name in events.Tags()["scalars"] if name.endswith(VS_SAMPLES)]
-    return [(name, point) for name in names for point in events.Scalars(name) if point.step <= last]
 
 
 class _Wandb:
@@ -295,35 +259,6 @@ def persistent_run_id(path: Path) -> str:
     if not path.exists():
         write_whole(path, secrets.token_hex(4) + "\n")
     return path.read_text(encoding="utf-8").strip()
-
-
-def _secret_values() -> set[str]:
-    """Values of environment variables that are named like secrets."""
-    return {value for name, value in os.environ.items() if _is_secret(name) and len(value) >= 8}
-
-
-def _is_secret(name: str) -> bool:
-    words = name.lower().removeprefix("moe_token_")  # of flags, about the batch's tokens
-    return not _SECRET.isdisjoint(re.split(r"[^a-z0-9]+", words))
-
-
-def redact(value: Any, secret_values: set[str]) -> Any:
-    """`value` with *** for everything under a key like api_key, token, secret or password, and for
-    every occurrence of `secret_values`.
-    """
-    if isinstance(value, dict):
-        return {
-            name: "***"
-            if item is not None and _is_secret(str(name))
-            else redact(item, secret_values)
-            for name, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [redact(item, secret_values) for item in value]
-    if isinstance(value, str):
-        for secret in secret_values:
-            value = value.replace(secret, "***")
-    return value
 
 
 def _json_number(value: float) -> float | str:

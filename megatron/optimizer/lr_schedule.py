@@ -230,6 +230,15 @@ def samples_after(iterations: int, config: Config) -> int:
     return samples
 
 
+def last_iteration(config: Config, iteration: int = 0, consumed_samples: int = 0) -> int:
+    """The iteration at which a run with these counts ends; under --train-samples counted through
+    the batch-size ramp-up.
+    """
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    return iteration + iterations_for(config.training.train_samples, config, consumed_samples)
+
+
 def finished(config: Config, iteration: int, consumed_samples: int) -> bool:
     """Whether a run with these counts has reached --train-iters or --train-samples."""
     # Only one of the two flags can be given.

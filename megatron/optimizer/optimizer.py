@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import Config
-from megatron.distributed.groups import Groups, one_process
+from megatron.distributed.groups import Groups
 from megatron.kernels import apex, grad_norm
 from megatron.model.gpt import layer_names
 from megatron.model.init import fill_initial
@@ -50,15 +50,9 @@ class StepOutcome:
 class Optimizer:
     """Owns what a step needs in addition to blocks: moments, the step count."""
 
-    def __init__(
-        self,
-        blocks: list[Block],
-        config: Config,
-        groups: Groups = one_process(),
-        zero: Zero | None = None,
-    ):
+    def __init__(self, blocks: list[Block], config: Config, groups: Groups, zero: Zero):
         """`zero` sends weights that have changed to the ranks that hold them, and makes the steps
-        of blocks on the host before their weights are read. Without it they are made at once.
+        of blocks on the host before their weights are read.
         """
         device = blocks[0].weight.device
         self.config, _ = choose_kernels(config, device)
@@ -107,7 +101,7 @@ class Optimizer:
         for block in self.blocks:
             if block.rounded is not None and not block.in_files:
                 block.rounded.copy_(block.master)
-            if self.zero is not None and self.zero.gathers_updates:
+            if self.zero.gathers_updates:
                 self.zero.all_gather_weights(block)
 
     def fill_states(self, fill: Fill) -> None:
@@ -255,7 +249,7 @@ class Optimizer:
             self._update(self.rule, block, scalars, block.grad_shard, block.rounded)
             if not self.keeps_gradients:
                 block.drop()
-            if self.zero is not None and self.zero.gathers_updates:
+            if self.zero.gathers_updates:
                 self.zero.all_gather_weights(block)
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf)
@@ -280,11 +274,7 @@ class Optimizer:
         self.host.begin()
         for block in self.host.order:
             update = partial(self._update, self.host_rule, block, scalars)
-            step = partial(self._step_on_host, block, update)
-            if self.zero is None:
-                step()
-            else:
-                self.zero.defer(block, step)
+            self.zero.defer(block, partial(self._step_on_host, block, update))
 
     def _update(
         self, rule: UpdateRule, block: Block, scalars: Scalars, grad: Tensor, out: Tensor | None

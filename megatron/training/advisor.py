@@ -95,10 +95,6 @@ class Advisor:
         """Why a model cannot be exported; None where it can."""
         return None
 
-    def step_table(self, trace: Path) -> list[str]:
-        """Lines of a table: where the steps of a trace of --profile spent their time."""
-        return []
-
     def goodput(self, save: Path) -> dict[str, float]:
         """Metrics of all starts in a run folder: seconds of `goodput/wall`, of which
         `goodput/productive` made progress, and what the rest was lost to.

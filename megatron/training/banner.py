@@ -6,18 +6,15 @@ import platform
 import subprocess
 from collections import defaultdict
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import megatron
 from megatron import __version__
 from megatron.config.derive import data_parallel_size, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import OPTIMIZERS, Config
-from megatron.data.loader import Data, FileReader
 from megatron.distributed.groups import Layout, describe_layout, layout_of
 from megatron.model.arithmetic import (
     active_parameters,
@@ -28,7 +25,7 @@ from megatron.model.arithmetic import (
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.recompute import recompute_text
 from megatron.observe.console import NOT_DONE
-from megatron.optimizer.lr_schedule import iterations_for, samples_after
+from megatron.optimizer.lr_schedule import last_iteration, samples_after
 from megatron.optimizer.update import RULES
 from megatron.training.advisor import Forecast
 from megatron.training.resume import device_name
@@ -38,9 +35,6 @@ if TYPE_CHECKING:
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 20  # timeout
-# repeated data is worth as much as new data up to about here: Muennighoff et al. 2023, arXiv
-# 2305.16264
-MOST_EPOCHS = 4
 
 
 def describe(
@@ -71,7 +65,7 @@ def describe(
     sections = {
         NOT_DONE: [*prepared.not_done],
         "verdict": planned["verdict"],
-        "versions": [f"{versions}, Python {platform.python_version()}", *_megatron_core_lines()],
+        "versions": [f"{versions}, Python {platform.python_version()}"],
         "device": [f"{device_name(device)}; MFU against {against}"],
         "layout": [describe_layout(layout_of(config, world_size))],
         "model": _model_lines(prepared),
@@ -83,7 +77,7 @@ def describe(
         "memory": planned["memory"],
         "time": planned["time"],
         "advice": planned["advice"],
-        "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
+        "data": [*prepared.data.notes],
         "paths": [_paths_line(prepared)],
         "changed": prepared.changed,
         "notes": notes,
@@ -165,7 +159,8 @@ def _batch_lines(prepared: Prepared, world_size: int) -> list[str]:
     config, seq = prepared.config, prepared.config.data.seq_length
     size, micro = config.training.global_batch_size, config.training.micro_batch_size
     dp = data_parallel_size(config, world_size)
-    iterations, samples = run_length(config)
+    iterations = last_iteration(config)
+    samples = samples_after(iterations, config)
     # MFU counts the real vocabulary; Megatron-LM counts the padded one, so both are printed.
     flops, padded_flops = (
         flops_per_iteration(config.model, size, seq, vocab)
@@ -178,38 +173,6 @@ def _batch_lines(prepared: Prepared, world_size: int) -> list[str]:
         f"{flops / 1e12:.4g} TFLOP an iteration ({padded_flops / 1e12:.4g} with the padded "
         "vocabulary, Megatron's count)",
     ]
-
-
-def run_length(config: Config) -> tuple[int, int]:
-    """Iterations of a run, and the samples that they consume, through the ramp-up of the batch
-    size.
-    """
-    training = config.training
-    iterations = training.train_iters
-    if iterations is None:
-        iterations = iterations_for(training.train_samples, config)
-    return iterations, samples_after(iterations, config)
-
-
-def epoch_lines(config: Config, data: Data) -> list[str]:
-    """A line for each training source: how many times the run reads it; a warning above
-    MOST_EPOCHS.
-    """
-    if data.train is None or not isinstance(data.train.reader, FileReader):
-        return []
-    # Blends are exact in samples, so the number of epochs of each source is known in advance.
-    _, samples = run_length(config)
-    reader, lines = data.train.reader, []
-    if samples < reader.blend.first_sample:
-        return []
-    for stream, index in zip(reader.streams, reader.blend.indices_at(samples), strict=True):
-        epochs = index / stream.samples
-        times = f"read {epochs:.3g} times in this run ({epochs:.3g} epochs)"
-        text = f"train: {stream.dataset.prefix}: {times}"
-        if epochs > MOST_EPOCHS:
-            text = f"warning: {text}; more than {MOST_EPOCHS} epochs teach little more"
-        lines.append(text)
-    return lines
 
 
 def _kernel_lines(config: Config, device: torch.device) -> list[str]:
@@ -233,25 +196,6 @@ def _kernel_lines(config: Config, device: torch.device) -> list[str]:
     ):
         lines.append("--attention-dropout 0 allows a faster attention")
     return [*lines, *remarks(kernels)]
-
-
-def _megatron_core_lines() -> list[str]:
-    """A line if the distribution megatron-core is installed: both packages are called megatron, so
-    an environment with both can import the wrong one.
-    """
-    try:
-        version = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        return []
-    # A namespace package without megatron/__init__.py: found only where both are in one folder.
-    where = "Both share the folder `megatron`: `import megatron.core` works, too."
-    if not any((Path(folder) / "core").is_dir() for folder in megatron.__path__):
-        where = (
-            f"Here `import megatron` means {Path(megatron.__file__).parent}, so `import "
-            "megatron.core` fails: run programs that need megatron-core in another environment."
-        )
-    installed = f"megatron-core {version} is installed in this environment; this run does not use"
-    return [f"{installed} it. {where}"]
 
 
 def run_record(
@@ -282,24 +226,18 @@ def run_record(
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Commit and branch of the checkout at `root`, and whether a tracked file differs from the
-    commit (`dirty`). None when `root` is not a checkout, or git is missing or slow.
+    """Commit of the checkout at `root`, and whether a tracked file differs from it (`dirty`). None
+    when `root` is not a checkout, or git is missing or slow.
     """
     if not (root / ".git").exists():
         return None
     # Without locks: the checkout may be shared by many jobs. Untracked files are data and logs.
-    command = "git --no-optional-locks status --porcelain=v2 --branch --untracked-files=no".split()
+    command = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude *".split()
     try:
         done = subprocess.run(
             command, cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    # Lines with # are the state of the branch, all others are changed files.
-    lines = done.stdout.splitlines()
-    heads = dict(line.removeprefix("# branch.").split(" ", 1) for line in lines if line[0] == "#")
-    return {
-        "commit": heads["oid"],
-        "branch": heads["head"],
-        "dirty": not all(line[0] == "#" for line in lines),
-    }
+    commit, _, dirty = done.stdout.strip().partition("-")
+    return {"commit": commit, "dirty": dirty == "dirty"}

@@ -272,7 +272,7 @@ def build(
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=peak_tflops_of(config, device),
-        profiler=step_profiler(config, groups.rank, device, prepared.advisor),
+        profiler=step_profiler(config, groups.rank, device),
         forecast=forecast,
     )
 

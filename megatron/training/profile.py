@@ -13,10 +13,8 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.distributed.collectives import named
-from megatron.training.advisor import Advisor
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +26,8 @@ class StepProfiler:
     run makes them.
     """
 
-    def __init__(
-        self, config: Config, folder: Path, rank: int, device: torch.device, advisor: Advisor
-    ):
-        self.config, self.folder, self.rank = config.logging, folder, rank
-        self.device, self.advisor = device, advisor
+    def __init__(self, config: Config, folder: Path, rank: int, device: torch.device):
+        self.config, self.folder, self.rank, self.device = config.logging, folder, rank, device
         on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         # the forward passes of pairs have a separate thread
         all_threads = config.distributed.overlap_moe_expert_parallel_comm
@@ -76,7 +71,7 @@ class StepProfiler:
             self.profiler.stop_trace()  # waits for the work that is still queued
             try:
                 self._write()
-            except (OSError, RuntimeError, UserError) as error:  # training continues without
+            except (OSError, RuntimeError) as error:  # training continues without
                 logger.warning(f"--profile: not written: {error}")
         elif state != "over":
             logger.warning(
@@ -91,19 +86,15 @@ class StepProfiler:
         if self.config.record_memory_history:
             write_snapshot(self.folder, self.rank, self.device)
         del self.profiler  # and the trace in memory with it
-        table = self.advisor.step_table(path) if self.rank == 0 else []  # rank 0 logs
-        title = f" profile: {path}" + ("; where the steps went:" if table else "")
-        logger.info("\n".join([title, *table]))
+        logger.info(f" profile: {path}")
 
 
-def step_profiler(
-    config: Config, rank: int, device: torch.device, advisor: Advisor
-) -> StepProfiler | None:
+def step_profiler(config: Config, rank: int, device: torch.device) -> StepProfiler | None:
     """The profiler of a rank of --profile-ranks; None on other ranks."""
     folder = profile_folder(config)
     if folder is None or not config.logging.profile or rank not in config.logging.profile_ranks:
         return None
-    return StepProfiler(config, folder, rank, device, advisor)
+    return StepProfiler(config, folder, rank, device)
 
 
 def profile_folder(config: Config) -> Path | None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron.config.groups import Config
 from megatron.config.stages import frozen_units
 from megatron.distributed.collectives import all_reduce
 from megatron.model.arithmetic import flops_per_iteration
@@ -24,9 +23,9 @@ from megatron.model.gpt import layer_names
 from megatron.observe.console import training_line
 from megatron.observe.expert_load import load_metrics
 from megatron.observe.metrics import memory_metrics, rates, timer_metrics
-from megatron.optimizer.lr_schedule import StepRates, iterations_for
+from megatron.optimizer.lr_schedule import StepRates, last_iteration
 from megatron.parallel.timeline import Timeline
-from megatron.training.run import Progress, Run
+from megatron.training.run import Run
 from megatron.training.step import PendingStep, StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -53,17 +52,6 @@ class Interval:
         self.outside += time.perf_counter() - begun
 
 
-def last_iteration(config: Config, progress: Progress) -> int:
-    """The iteration at which the run ends; under --train-samples counted through the batch-size
-    ramp-up.
-    """
-    if config.training.train_iters is not None:
-        return config.training.train_iters
-    return progress.iteration + iterations_for(
-        config.training.train_samples, config, progress.consumed_samples
-    )
-
-
 def log(run: Run, interval: Interval) -> Interval:
     """Log and track one line; the next interval."""
     progress, step = run.progress, interval.last
@@ -76,7 +64,7 @@ def log(run: Run, interval: Interval) -> Interval:
         metrics["pipeline-bubble-fraction"] = pipeline_timeline(run).bubble
     metrics |= _weight_metrics(run) | _layer_norms(run, step) | _timing_metrics(run, step)
     # 3. The line of the console, and the trackers' row.
-    end = last_iteration(run.config, progress)
+    end = last_iteration(run.config, progress.iteration, progress.consumed_samples)
     watch = run.timing.stragglers
     line = training_line(
         progress.iteration,
@@ -88,7 +76,6 @@ def log(run: Run, interval: Interval) -> Interval:
         more=[] if watch is None else watch.fields(metrics),
     )
     logger.info(line)
-    run.starving.look(step.scalars, progress.iteration)
     run.tracker.log(progress.iteration, metrics)
     # 4. The next interval begins; what is open is saved with a checkpoint that comes between lines.
     progress.open_loss = 0.0

@@ -388,12 +388,8 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
         return ""
     theirs = checkpoint.state
     rounding = rounding_changes(theirs, run_state(run))
-    on_cpu = run.device.type == "cpu"
-    # ZeRO stages that add in the same order give the same bits on a CPU, where sums are ours.
-    if on_cpu and same_sums(config_of(theirs), run.config, run.global_micro_batch_size):
-        rounding.pop("--zero-stage", None)
     different = [f"{name} {change}" for name, change in rounding.items()]
-    if not (run.config.model.deterministic_mode or on_cpu):
+    if not (run.config.model.deterministic_mode or run.device.type == "cpu"):
         different.append("--no-deterministic-mode")
     different += sorted(run.accepted)
     if run.schedule != saved_schedule(theirs["schedule"]):
@@ -421,19 +417,3 @@ def rounding_changes(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, 
         if each.rule.bits and not (known and each.rule.kernel):
             pairs[each.flag] = each.theirs, each.ours
     return {name: f"{old} -> {new}" for name, (old, new) in pairs.items() if old != new}
-
-
-def same_sums(theirs: Config, ours: Config, chunk: int) -> bool:
-    """Whether the ZeRO stages of two configurations add up gradients and their norm in the same
-    order, `chunk` samples being one micro-batch of all ranks: stages 0 and 1 add over micro-batches
-    first, 2 and 3 over ranks first; a norm for clipping is that of the whole at 0, of shards
-    above.
-    """
-    # Without accumulation or clipping there is only one order.
-    both = theirs, ours
-    one, other = (config.distributed.zero_stage for config in both)
-    accumulates = any(config.training.global_batch_size > chunk for config in both)
-    clips = any(config.optimizer.clip_grad > 0 for config in both)
-    other_sums = accumulates and (one < 2) != (other < 2)
-    other_norm = clips and (one == 0) != (other == 0)
-    return not (other_sums or other_norm)

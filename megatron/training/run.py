@@ -19,7 +19,6 @@ from megatron.distributed.groups import Groups
 from megatron.distributed.peers import waiting
 from megatron.model.gpt import GPTModel
 from megatron.observe.events import Timers
-from megatron.observe.expert_load import StarvingExperts
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
@@ -92,7 +91,6 @@ class Run(Prepared):
     peak_tflops: float | None = None
     profiler: StepProfiler | None = None  # on the ranks of --profile-ranks
     forecast: Forecast | None = None  # on rank 0
-    starving: StarvingExperts = field(default_factory=StarvingExperts)
 
     @cached_property
     def timers(self) -> Timers:

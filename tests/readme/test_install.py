@@ -54,9 +54,6 @@ def venv(tmp_path: Path) -> Path:
     (site / "kernels/__init__.py").write_text("theirs = True\n")
     (site / "megatron/core").mkdir(parents=True)
     (site / "megatron/core/__init__.py").write_text("")
-    (site / "megatron_core-9.8.7.dist-info").mkdir()
-    metadata = "Metadata-Version: 2.1\nName: megatron-core\nVersion: 9.8.7\n"
-    (site / "megatron_core-9.8.7.dist-info/METADATA").write_text(metadata)
     return tmp_path / "venv"
 
 
@@ -107,19 +104,13 @@ def test_wheel(venv: Path, clone: Path, tmp_path: Path):
     files = ["--input", "mine.jsonl", "--output-prefix", "mine", *DATA[2:], "--append-eod"]
     output_of([command["mgpt-preprocess"], *files], tmp_path)
     flags = [*MODEL, *TRAINING, *DATA, "--split", "100,0,0", "--save", "run", "--log-interval", "1"]
-    shown = output_of([command["mgpt-pretrain"], *flags], tmp_path)
-    assert shown.count("megatron-core 9.8.7 is installed") == 1, shown
-    assert "`import megatron.core` works" in shown
+    output_of([command["mgpt-pretrain"], *flags], tmp_path)
 
 
 @pytest.mark.full
 def test_editable(venv: Path, clone: Path, tmp_path: Path):
-    """An editable installation finds the checkout, and reports that megatron-core cannot be
-    imported.
-    """
+    """An editable installation finds the checkout."""
     pip("--python", venv / "bin/python", "install", "-e", ".", cwd=clone)
     check_imports(venv, clone, tmp_path)
     flags = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "99", "--dry-run"]
-    shown = output_of([venv / "bin/mgpt-pretrain", *flags], tmp_path)
-    assert shown.count("megatron-core 9.8.7 is installed") == 1, shown
-    assert "`import megatron.core` fails" in " ".join(shown.split())  # lines of the banner wrap
+    output_of([venv / "bin/mgpt-pretrain", *flags], tmp_path)

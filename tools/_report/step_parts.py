@@ -107,16 +107,6 @@ def mean_steps(steps: Sequence[StepParts]) -> list[MeanStep]:
     return found
 
 
-def where_the_step_went(steps: Sequence[StepParts]) -> list[str]:
-    """A Markdown table, a row a rank: the mean of its steps, in milliseconds and percent."""
-    names = part_names(steps)
-    lines = ["| rank | steps | ms | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
-    for step in mean_steps(steps):
-        cells = " | ".join(in_milliseconds(step, name) for name in names)
-        lines.append(f"| {step.rank} | {step.steps} | {1000 * step.seconds:.1f} | {cells} |")
-    return lines
-
-
 def in_milliseconds(step: MeanStep, name: str) -> str:
     """A part as tables show it, with its share of the step."""
     part = step.parts.get(name, 0.0)

@@ -237,28 +237,15 @@ def test_a_run_continues_bit_for_bit_or_within_the_bound(runs, tmp_path, row):
     assert faults(runs.measure(row, tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "more", "message"),
-    [
-        ("dp2zero1", "dp2zero3", "--micro-batch-size 2", "resumes bit for bit"),
-        (
-            "dp4zero3shard2",
-            "dp2zero3",
-            "",
-            "resumes from the same state, not bit for bit: layout tp1 cp1 pp1 dp4 -> tp1 cp1 pp1 "
-            "dp2, --zero-shard-size 2 -> None",
-        ),
-    ],
-)
-def test_a_run_logs_what_another_stage_does_to_bits(on, tmp_path, source, target, more, message):
-    """Bit for bit means it; where it is not promised nothing is tested but the words."""
+def test_a_run_logs_what_keeps_it_from_the_same_bits(on, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    common = more.split()
-    on(source, start, flags("tied-bf16", source, *common, *saving(whole)))
+    on("dp4zero3shard2", start, flags("tied-bf16", "dp4zero3shard2", *saving(whole)))
     loading = ("--load", whole, "--ckpt-step", 3, *saving(resumed))
-    text = on(target, start, flags("tied-bf16", target, *common, *loading))[0]
-    assert f"iteration 3; {message}\n" in text
-    assert message != "resumes bit for bit" or differing(saved(whole, 6), saved(resumed, 6)) == []
+    text = on("dp2zero3", start, flags("tied-bf16", "dp2zero3", *loading))[0]
+    assert (
+        "iteration 3; resumes from the same state, not bit for bit: layout tp1 cp1 pp1 dp4 -> tp1 "
+        "cp1 pp1 dp2, --zero-shard-size 2 -> None\n"
+    ) in text
 
 
 # ---- one outcome for all ranks -------------------------------------------------------------------

@@ -13,11 +13,13 @@ from megatron.config.groups import (
     PrecisionConfig,
     TrainingConfig,
 )
+from megatron.distributed.groups import one_process
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.lr_schedule import ParamSchedule, global_batch_size_at
 from megatron.optimizer.optimizer import PIECE, Optimizer, sum_of_squares
 from megatron.optimizer.scaler import LossScaler
 from megatron.parallel.blocks import ALIGNMENT, build_blocks
+from megatron.parallel.zero import Zero
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -34,7 +36,8 @@ MODEL = ModelConfig(
 def build(dtype=torch.float32, model=MODEL, **optimizer):
     config = Config(model=model, optimizer=OptimizerConfig(**optimizer))
     gpt = GPTModel(model, vocab_size=50, padded_vocab=64, dtype=dtype, seed=1)
-    opt = Optimizer(build_blocks(gpt, torch.device("cpu")), config)
+    blocks, groups = build_blocks(gpt, torch.device("cpu")), one_process()
+    opt = Optimizer(blocks, config, groups, Zero(gpt, blocks, groups, config.distributed))
     opt.initialise()
     opt.copy_masters_to_weights()
     return gpt, opt

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from megatron.tools._report.step_parts import (
+    in_milliseconds,
+    mean_steps,
     parts_of_events,
     step_table,
-    where_the_step_went,
 )
 
 from megatron.config.errors import UserError
@@ -158,19 +159,17 @@ def test_a_wait_for_a_save_is_within_the_optimizer():
     }
 
 
-def test_a_folder_of_traces_and_its_table(tmp_path: Path):
+def test_a_folder_of_traces_and_its_means(tmp_path: Path):
     assert step_table(tmp_path) == []
     for rank, events in ((10, ON_A_CPU), (2, ON_A_GPU)):
         path = tmp_path / f"rank-{rank}.trace.json"
         path.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}))
     steps = step_table(tmp_path)
     assert [(step.rank, step.iteration) for step in steps] == [(2, 1), (2, 2), (10, 7)]
-    head, _, second, tenth = where_the_step_went(steps)
-    names = [cell.strip() for cell in head.strip("|").split("|")]
-    row = dict(zip(names, (cell.strip() for cell in second.strip("|").split("|"))))
-    assert row["rank"] == "2" and row["steps"] == "2" and row["ms"] == "0.1"
-    assert row["compute"] == "0.0 (36%)" and row["exposed dp"] == "0.0 (10%)"  # of 206 us in two
-    assert tenth.startswith("| 10 | 1 | 0.1 |")
+    second, tenth = mean_steps(steps)
+    assert (second.rank, second.steps) == (2, 2) and (tenth.rank, tenth.steps) == (10, 1)
+    assert in_milliseconds(second, "compute") == "0.0 (36%)"  # of 206 us in two
+    assert in_milliseconds(second, "exposed dp") == "0.0 (10%)"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"events": []}', '{"traceEvents": [{"ph": "X"'])

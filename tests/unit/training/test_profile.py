@@ -35,6 +35,7 @@ from megatron.model.build import build_model
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import build_run_blocks
 from megatron.parallel.layer_runner import Graph
+from megatron.parallel.zero import Zero
 from megatron.training import pretrain, profile
 from pretrain_gpt import main
 
@@ -153,7 +154,7 @@ def test_a_run_that_is_continued_between_the_steps_records_what_it_makes(tmp_pat
     lines, found = run(tmp_path, *chosen, "--save-interval", 2, "--exit-interval", 2)
     assert [name for name in found if name.startswith("iteration")] == ["iteration 2"]
     assert "save-checkpoint" in found
-    assert any("where the steps went:\n| rank | steps | ms | compute" in line for line in lines)
+    assert f" profile: {tmp_path / 'profile/rank-0.trace.json'}" in lines
     _, found = run(tmp_path, "--load", tmp_path, *chosen)
     assert {name for name in found if name.startswith("it")} == {"iteration 3", "iteration 4"}
     (tmp_path / "profile/rank-0.trace.json").unlink()
@@ -165,10 +166,8 @@ def test_a_run_that_is_continued_between_the_steps_records_what_it_makes(tmp_pat
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
-    def torn(_, path: str) -> None:  # the disk is full
-        Path(path).write_text('{"traceEvents": [')
-
-    with mock.patch.object(profile.profile, "export_chrome_trace", torn):
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(profile.profile, "export_chrome_trace", side_effect=full):
         with logged() as lines:
             assert main([*TINY, "--save", str(tmp_path), *map(str, between(1, 2))]) == 0
     assert any("warning: --profile: not written: " in line for line in lines), lines
@@ -201,7 +200,7 @@ def test_the_time_of_a_queued_step_is_not_the_profilers(tmp_path):
         mock.patch.object(torch.cuda, "synchronize", lambda _: order.append("wait")),
         mock.patch.object(profile.StepProfiler, "_write", lambda _: order.append("write")),
     ):
-        of_gpu = profile.StepProfiler(config, tmp_path, 0, torch.device("cuda"), None)
+        of_gpu = profile.StepProfiler(config, tmp_path, 0, torch.device("cuda"))
         for iterations in range(4):
             of_gpu.next_step(iterations, paused)
     expected = "( prepare_trace ) wait ( start_trace ) wait ( stop_trace write )"
@@ -286,7 +285,9 @@ def test_what_is_known_of_live_tensors(tmp_path):
     config = config.with_fields("logging", profile_dir=str(tmp_path))
     groups, cpu = one_process(), torch.device("cpu")
     model = build_model(config, 31, groups, cpu)
-    optimizer = Optimizer(build_run_blocks(config, model, cpu, groups), config)
+    blocks = build_run_blocks(config, model, cpu, groups)
+    zero = Zero(model, blocks, groups, config.distributed)
+    optimizer = Optimizer(blocks, config, groups, zero)
     leaf = torch.ones(3, 1 << 18, requires_grad=True)
     product = leaf * leaf.detach().exp()
     graph = Graph(leaf, [get_gradient_edge(product)], [])
@@ -329,13 +330,15 @@ def test_the_allocator_setting_is_advised_where_it_is_not_set(monkeypatch):
 def test_an_optimizer_that_ran_out_of_memory_has_the_states_of_finished_blocks():
     config = resolve(parse_arguments(TINY).config, 1, 31).config
     groups, cpu = one_process(), torch.device("cpu")
-    blocks = build_run_blocks(config, build_model(config, 31, groups, cpu), cpu, groups)
+    model = build_model(config, 31, groups, cpu)
+    blocks = build_run_blocks(config, model, cpu, groups)
+    zero = Zero(model, blocks, groups, config.distributed)
     states = [{"finished": torch.ones(5)}, MemoryError]
     with (
         mock.patch("megatron.optimizer.optimizer.state_in_memory", side_effect=states),
         pytest.raises(MemoryError) as raised,
     ):
-        Optimizer(blocks, config)
+        Optimizer(blocks, config, groups, zero)
     assert f"finished of {blocks[0].name}" in {each.label for each in live_tensors(cpu)}
     del raised
 

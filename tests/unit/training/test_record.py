@@ -20,12 +20,13 @@ def git(folder, *arguments: str) -> str:
 
 def test_git_state(tmp_path, monkeypatch):
     assert git_state(tmp_path) is None
-    git(tmp_path, "init", "-b", "work")
+    git(tmp_path, "init")
     file = tmp_path / "a file.txt"
     file.write_text("1")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "first")
-    clean = {"commit": git(tmp_path, "rev-parse", "HEAD"), "branch": "work", "dirty": False}
+    git(tmp_path, "tag", "-m", "a name", "v1")
+    clean = {"commit": git(tmp_path, "rev-parse", "HEAD"), "dirty": False}
     (tmp_path / "untracked").write_text("")
     assert git_state(tmp_path) == clean
     file.write_text("2")
