@@ -1,7 +1,9 @@
-"""Whole runs of pretrain_gpt.py on the pretended device (device.py), one after another.
+"""Whole runs of pretrain_gpt.py on the pretended device (device.py), one after another, or one of
+tools/generate.py.
 
     python tests/pretended/train.py --out FILE CASE...
     python tests/pretended/train.py --out FILE short+item
+    python tests/pretended/train.py --out FILE --generate CHECKPOINT
 
 FILE gets, of each case, the exit code, how many operations each phase gave to the device, and all
 that made the host wait, with the phase of the run and the line of the product. Phases:
@@ -14,7 +16,8 @@ that made the host wait, with the phase of the run and the line of the product. 
     start       all before
 
 A name behind a plus sign is of a fault that is put into the program, see FAULTS. Of several ranks
-the first one runs, on torch's process group that sends nothing.
+the first one runs, on torch's process group that sends nothing. The weights of --generate's
+checkpoint are not read: fake tensors hold none.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ MODEL = (
     "--log-interval 2 --eval-interval 4"
 )
 ITERATIONS = 5
+TOKENS = 3  # that --generate writes
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
@@ -375,12 +379,35 @@ def run(case_and_fault: str) -> dict[str, Any]:
     }
 
 
+def generate_text(folder: str) -> dict[str, Any]:
+    """tools/generate.py with this checkpoint: exit code or error, and what made the host wait."""
+    from megatron.tools import generate
+
+    from megatron.checkpoint.reader import Checkpoint
+
+    words = ["--load", folder, "--prompt", "5 6 7", "--num-tokens", str(TOKENS), "--top-k", "4"]
+    code, error = None, ""
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(pretended_device())
+        stack.enter_context(fake_parameters())
+        stack.enter_context(mock.patch.object(Checkpoint, "read", lambda *_: None))
+        try:
+            code = generate.main(words)
+        except Exception:  # a test shows it
+            error = traceback.format_exc()
+    return {"code": code, "error": error, "waits": [wait.what for wait in log.waits]}
+
+
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description="train on a pretended GPU")
     parser.add_argument("cases", nargs="*", help=", ".join(CASES))
+    parser.add_argument("--generate", metavar="CHECKPOINT", help="generate text instead")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(words)
-    results = {name: run(name) for name in arguments.cases or list(CASES)}
+    if arguments.generate:
+        results = generate_text(arguments.generate)
+    else:
+        results = {name: run(name) for name in arguments.cases or list(CASES)}
     arguments.out.write_text(json.dumps(results, indent=1))
     return 0
 
