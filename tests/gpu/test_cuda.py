@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from megatron.kernels import philox
-from megatron.kernels.attention import attention_reference
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.tools._report.metrics_file import read_metrics
 
@@ -14,12 +13,9 @@ from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.distributed.setup import set_determinism
-from megatron.model import loss as loss_module
 from megatron.model.attention.attention import fused_attention
 from megatron.model.embedding import accumulate_embedding_grad
-from megatron.model.linear import column_function, wgrad_gemm
-from megatron.model.loss import cross_entropy, sharded_cross_entropy
-from megatron.model.model_parallel import NO_TP
+from megatron.model.linear import wgrad_gemm
 from megatron.model.spec import Box
 from megatron.training import pretrain as pretrain_module
 from pretrain_gpt import main
@@ -140,54 +136,6 @@ def test_gradient_functions(dtype):
         0, ids.flatten(), x.flatten(0, 1).double()
     )
     assert (results[0] - expected).norm() < 1e-6 * expected.norm()
-
-
-def test_loss_and_attention_in_bf16():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, 2, 1024, generator=generator).bfloat16().cuda().requires_grad_()
-    labels = torch.randint(0, 1000, (64, 2), generator=generator).cuda()
-    loss, _ = cross_entropy(logits * 1, labels, sharded_cross_entropy(1024, 1000))
-    loss.sum().backward()
-    wide = logits.detach().double()[..., :1000].requires_grad_()
-    expected = torch.nn.functional.cross_entropy(
-        wide.flatten(0, 1), labels.flatten(), reduction="none"
-    )
-    expected.sum().backward()
-    torch.testing.assert_close(loss.flatten().double(), expected, rtol=1e-5, atol=1e-5)
-    assert (logits.grad[..., :1000].double() - wide.grad).norm() < 2**-8 * wide.grad.norm() and (
-        logits.grad[..., 1000:] == 0
-    ).all()
-    q, k, v = (torch.randn(128, 2, n, 64, generator=generator).bfloat16().cuda() for n in (8, 2, 2))
-    fused = fused_attention(q, k, v, AttentionMask(), 0.125).double()
-    plain = attention_reference(q, k, v, scale=0.125, mask=AttentionMask())[0].double()
-    assert (fused - plain).norm() < 5e-3 * plain.norm()
-
-
-def test_head_and_loss_in_chunks(monkeypatch):
-    """In bf16 against the two apart: losses, the input's gradient, and the weight's, summed in
-    fp32.
-    """
-    monkeypatch.setitem(loss_module.HEAD_CHUNK_BYTES, "cuda", 100 * 1024 * 2)
-    generator, results = torch.Generator().manual_seed(0), []
-    x, weight = (
-        torch.randn(*shape, generator=generator).bfloat16().cuda()
-        for shape in ((128, 2, 64), (1024, 64))
-    )
-    labels = torch.randint(0, 1000, (128, 2), generator=generator).cuda()
-    sharded = sharded_cross_entropy(1024, 1000)
-    for fused in (True, False):
-        x, weight = x.detach().requires_grad_(), torch.nn.Parameter(weight)
-        weight.main_grad, x.grad = torch.zeros(1024, 64, device="cuda"), None
-        if fused:
-            loss, lse = loss_module.linear_cross_entropy(x, weight, labels, sharded)
-        else:
-            loss, lse = cross_entropy(
-                column_function(NO_TP)(x, weight, None, NO_TP), labels, sharded
-            )
-        (loss + 1e-2 * lse.square()).sum().backward()
-        results.append((loss.detach(), x.grad, weight.main_grad))
-    for ours, apart in zip(*results, strict=True):
-        assert (ours.double() - apart.double()).norm() < 2**-8 * apart.double().norm()
 
 
 def test_a_background_save_is_of_the_values_at_its_call(tmp_path):

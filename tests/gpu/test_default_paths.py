@@ -43,6 +43,7 @@ BOUND = 1e-3  # of a mean over a thousand tokens; single numbers of bf16 are off
 
 
 def losses(folder, *flags: str) -> list[float]:
+    folder.mkdir()
     assert main([*BASE, *flags, "--metrics-file", str(folder / "metrics.jsonl")]) == 0
     rows = read_metrics(folder / "metrics.jsonl")
     names = ("lm loss", "lm loss validation")
@@ -52,8 +53,6 @@ def losses(folder, *flags: str) -> list[float]:
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
 @pytest.mark.parametrize("path", PATHS)
 def test_a_default_path_trains_as_on_a_cpu(path, precision, tmp_path, monkeypatch, capsys):
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "cpu").mkdir()
     found = losses(tmp_path / "gpu", *PATHS[path], precision)
     banner = capsys.readouterr().out
     assert "the check at start failed" not in banner
@@ -71,8 +70,6 @@ def test_a_default_path_trains_as_on_a_cpu(path, precision, tmp_path, monkeypatc
 )
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_products_of_8_bit_floats_train_as_their_definition(recipe, tmp_path, monkeypatch, capsys):
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "cpu").mkdir()
     if recipe == "blockwise" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("torch scales blocks on compute capability 9.0 alone")
     form = "e4m3" if recipe == "blockwise" else "hybrid"
@@ -85,8 +82,6 @@ def test_products_of_8_bit_floats_train_as_their_definition(recipe, tmp_path, mo
 
 @pytest.mark.parametrize("path", ["gpt", "llama"])
 def test_replayed_graphs_have_the_same_bits(path, tmp_path, capsys):
-    (tmp_path / "eager").mkdir()
-    (tmp_path / "graphs").mkdir()
     flags = [*PATHS[path], "--bf16"]
     expected = losses(tmp_path / "eager", *flags)
     assert losses(tmp_path / "graphs", *flags, "--cuda-graphs") == expected
@@ -94,8 +89,6 @@ def test_replayed_graphs_have_the_same_bits(path, tmp_path, capsys):
 
 @pytest.mark.parametrize("path", ["gpt without dropout", "llama", "recompute"])
 def test_compiled_layers_train_as_others(path, tmp_path, capsys):
-    (tmp_path / "eager").mkdir()
-    (tmp_path / "compiled").mkdir()
     flags = [*PATHS[path], "--bf16"]
     expected = losses(tmp_path / "eager", *flags)
     found = losses(tmp_path / "compiled", *flags, "--torch-compile")

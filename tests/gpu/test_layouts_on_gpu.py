@@ -11,46 +11,20 @@ from unit.optimizer.test_offload import same_bits
 pytestmark = pytest.mark.gpu
 
 ROWS = """
-gpt: pp2 gpipe, pp2 1f1b, pp2 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v
-gpt: pp2 zero-bubble tp2 sp, pp4 interleaved v2, pp4 zero-bubble-v, pp2 1f1b dp2
-m3: pp2 gpipe, pp2 1f1b, pp2 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v
-m3: pp4 interleaved v2, pp4 zero-bubble-v
-bf16 gpt: pp2 1f1b, pp2 zero-bubble
-gpt: tp2, tp2 serial, tp2 sp, tp2 sp serial, dp2, dp2 serial, tp2 dp2, tp2 sp dp2
-gpt: tp2 sp dp2 serial, tp4 sp, dp4
-gqa2-qknorm: tp2, tp2 serial, tp2 sp, tp2 sp serial, dp2, dp2 serial, tp2 dp2, tp2 sp dp2
-gqa2-qknorm: tp2 sp dp2 serial, tp4 sp, dp4
-dropout: tp2 sp dp2
+gpt: pp2 gpipe, pp2 zero-bubble, pp2 zero-bubble-v, pp4 interleaved v2, pp2 1f1b dp2
+m3: pp2 interleaved v2, pp4 zero-bubble-v
+gpt: tp2 sp serial, tp4 sp, tp2 sp dp2, dp2 zero1, dp2 zero2, dp2 zero3, dp2 serial zero3
+gpt: tp2 sp dp2 zero3, dp4 shard2 zero3, pp2 zero-bubble dp2 zero2, pp2 zero-bubble-v dp2 zero3 kept
+gpt: dp2 zero2 offload, dp2 zero3 kept offload, dp4 shard2 zero2 offload
+gpt: dp2 zero3 param-offload, dp2 kept zero3 param-offload
+gpt: pp2 zero-bubble-v dp2 zero3 param-offload
+gqa2-qknorm: tp2 sp dp2, dp2 zero3
+dropout: tp2 sp dp2, dp2 zero3
 documents: tp2 sp dp2
-padding: tp2 sp dp2
-uneven: tp2 sp dp2
-recompute: tp2 sp dp2
-fp32 gpt: tp2 sp, tp2 dp2, tp2 sp dp2 serial
-bf16 gpt: tp2 sp, tp2 dp2, tp2 sp dp2 serial
-fp16 gpt: tp2 sp, tp2 dp2, tp2 sp dp2 serial
-wire gpt: dp2
-gpt: dp2 zero1, dp2 zero2, dp2 zero3, dp2 serial zero1, dp2 serial zero2, dp2 serial zero3
-gpt: tp2 sp dp2 zero1, tp2 sp dp2 zero2, tp2 sp dp2 zero3, dp4 shard2 zero1, dp4 shard2 zero2
-gpt: dp4 shard2 zero3, pp2 1f1b dp2 zero1, pp2 1f1b dp2 zero2, pp2 1f1b dp2 zero3
-gpt: pp2 zero-bubble dp2 zero1, pp2 zero-bubble dp2 zero2, pp2 zero-bubble dp2 zero3
-gpt: dp2 zero3 kept, pp2 zero-bubble-v dp2 zero3 kept, dp2 offload, dp2 zero1 offload
-gpt: dp2 zero2 offload, dp2 zero3 offload, dp2 zero3 kept offload, pp2 1f1b dp2 zero2 offload
-gpt: dp4 shard2 zero2 offload, dp1 zero3 param-offload, dp2 zero3 param-offload
-gpt: dp2 kept zero3 param-offload, dp2 serial zero3 param-offload
-gpt: pp2 zero-bubble-v dp2 zero3 param-offload, dp4 shard2 zero3 param-offload
-dropout: dp2 zero3
-documents: dp2 zero3
 uneven: dp2 zero3
 recompute: dp2 zero3
-gqa2-qknorm: dp2 zero3
-sgd: dp2 zero3
-fp32 gpt: dp2 zero2
-bf16 gpt: dp2 zero2
-fp16 gpt: dp2 zero2
-wire gpt: dp2 zero2
-fp32 gpt: dp2 zero3
-bf16 gpt: dp2 zero3
-fp16 gpt: dp2 zero3
+bf16 gpt: pp2 zero-bubble, tp2 sp, dp2 zero3
+fp16 gpt: tp2 sp, dp2 zero3
 wire gpt: dp2 zero3
 """
 

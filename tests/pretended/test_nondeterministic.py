@@ -1,5 +1,5 @@
-"""In deterministic mode an operator of the pretended device raises by its arguments. That a run ends
-with that is shown by a fault of test_runs.py.
+"""In deterministic mode an operator of the pretended device raises by its arguments. A fault of
+test_runs.py shows that a run ends with the error.
 """
 
 import pytest
