@@ -1,6 +1,6 @@
 """Live bytes of every ZeRO stage.
 
-    python tests/unit/zero/full_table.py --out docs/results/zero_memory.json [--only WORD ...]
+    python campaigns/memory/zero_stages.py --out docs/results/zero_memory.json [--only WORD ...]
 
 Stages 0 to 3 on 2, 4 and 8 data-parallel ranks, 1 and 2 pipeline ranks, 1 and 4 micro-batches, of
 models of 1M and 60M parameters, and GPT-2 125M on two ranks: real runs on CPU processes of this
@@ -21,7 +21,7 @@ from itertools import product
 from operator import itemgetter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from unit.zero.rows import RECOMPUTE, SMALL, Row, faults, fullest  # noqa: E402

@@ -1,7 +1,7 @@
 """The plan against bytes that live while runs with random flags train in random layouts, those of
 tests/parity/random_rows.py with larger sizes.
 
-    python tests/unit/plan/random_memory.py [--cases N] [--seed S] [--out FILE.json]
+    python campaigns/memory/random_runs.py [--cases N] [--seed S] [--out FILE.json]
 
 Prints the command line of every run that the plan misses by more than 3%. Left out are attention
 that keeps all scores, and experts on other than their share of tokens. Exit code 1 when the plan
@@ -17,11 +17,14 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-# torch and Triton are first imported as measured.py needs them
-from measured import VOCAB, compare_flags  # isort: skip
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from distributed.pool import Worlds
-from parity.random_rows import Draw, Layout, resized, which_cases
+# torch and Triton are first imported as measured.py needs them
+from unit.plan.measured import VOCAB, compare_flags  # isort: skip
+
+from distributed.pool import Worlds  # noqa: E402
+from parity.random_rows import Draw, Layout, resized, which_cases  # noqa: E402
 
 TOLERANCE = 0.03
 SIZES = {
