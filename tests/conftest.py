@@ -1,9 +1,6 @@
-"""For all tests: an end to tests that hang, the time each folder takes, the `gpu` marker, Gloo
-worlds, and reproducible property tests.
+"""For all tests: an end to tests that hang, the `gpu` marker, Gloo worlds, and reproducible property
+tests.
 
-A folder is tests/<name>, or tests/unit/<name>. The summary reports the minutes and the CPU time,
-descendants included, that each used, and the tests above SLOW_SECONDS; no test fails for them,
-because a busy machine makes every test slow.
 A test that runs for HANG_MINUTES has hung: it fails there and then.
 """
 
@@ -11,18 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import signal
 import sys
-import time
-from collections import defaultdict
-from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
-from cpu_time import cpu_seconds
 from selection import LONG_FILES, mark_tables
 
 if torch.cuda.is_available():
@@ -32,112 +24,44 @@ else:
     # kernels run on CPU tensors; Triton reads it when it is first imported
     os.environ["TRITON_INTERPRET"] = "1"
 
-TESTS = Path(__file__).resolve().parent
-# on a quiet machine of two cores: what takes longer belongs into campaigns/, with a smaller case
-# here
-SLOW_SECONDS = 30
-SCAN_SECONDS = 0.5  # tests of at least this length are charged for their descendants
 HANG_MINUTES = 15  # many times what the longest test takes on two quiet cores
 
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("reproducible")
 
 
-def folder_of(path: Path) -> str:
-    """`unit/data` of tests/unit/data/test_blend.py; `parity` of tests/parity/test_x.py."""
-    parts = path.resolve().relative_to(TESTS).parts[:-1]
-    return "/".join(parts[: 2 if parts[:1] == ("unit",) else 1])
+@contextlib.contextmanager
+def time_limit():
+    """Fails what runs for HANG_MINUTES where it is."""
+
+    def hangs(_signal: int, _frame: object) -> None:
+        pytest.fail(f"this test has hung: it ran for {HANG_MINUTES} minutes")
+
+    previous = signal.signal(signal.SIGALRM, hangs)
+    signal.setitimer(signal.ITIMER_REAL, 60 * HANG_MINUTES)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
-class Clock:
-    """Seconds that tests have used; ends a test that hangs."""
-
-    def __init__(self) -> None:
-        self.cpu: dict[str, float] = defaultdict(float)  # by test
-        self.wall: dict[str, float] = defaultdict(float)
-        # CPU seconds with those of descendants when they were last read, and of this process then
-        self.scanned, self.own_then = cpu_seconds(), time.process_time()
-        self.begun = self.own = 0.0  # when the test began: the time, CPU seconds of this process
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item):
-        self.begun, self.own = time.monotonic(), time.process_time()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item):
+    with time_limit():
         return (yield)
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
-        """Add the CPU time of the test, with its fixtures, to its last report."""
-        report = yield
-        report.cpu_seconds = self._used() if call.when == "teardown" else 0.0
-        return report
 
-    def _used(self) -> float:
-        """CPU seconds of the test that ends; of a long one with those of descendants, which take
-        milliseconds to read.
-        """
-        used = time.process_time() - self.own
-        if time.monotonic() - self.begun < SCAN_SECONDS:
-            return used
-        scanned, self.scanned = self.scanned, cpu_seconds()
-        between, self.own_then = self.own - self.own_then, time.process_time()
-        return max(used, self.scanned - scanned - between)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_setup(self, item: pytest.Item):
-        return (yield from self._ends())
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item):
-        return (yield from self._ends())
-
-    def _ends(self):
-        def hangs(_signal: int, _frame: object) -> None:
-            pytest.fail(f"this test has hung: it ran for {HANG_MINUTES} minutes")
-
-        previous = signal.signal(signal.SIGALRM, hangs)
-        signal.setitimer(signal.ITIMER_REAL, 60 * HANG_MINUTES)
-        try:
-            return (yield)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Also of tests that ran in another process of pytest-xdist."""
-        self.wall[report.nodeid] += report.duration
-        # the report of a process that crashed has none
-        self.cpu[report.nodeid] += getattr(report, "cpu_seconds", 0.0)
-        if report.failed and "PRINT_FAILURES" in os.environ:  # pytest prints them at its end
-            print(f"\n{report.longreprtext[-1500:]}", flush=True)
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        load = os.getloadavg()[2]
-        terminalreporter.section(
-            f"CPU minutes and minutes by folder; load of the last 15 minutes: {load:.1f}"
-        )
-        minutes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for name, seconds in self.wall.items():
-            folder = folder_of(TESTS.parent / name.split("::")[0])
-            for total in (minutes[f"tests/{folder}"], minutes["together"]):
-                total[0] += self.cpu[name] / 60
-                total[1] += seconds / 60
-        for folder, (cpu, wall) in sorted(minutes.items()):
-            terminalreporter.line(f"{cpu:6.2f} {wall:6.2f}  {folder}")
-        for name, seconds in sorted(self.wall.items(), key=lambda test: -test[1]):
-            if seconds > SLOW_SECONDS:
-                terminalreporter.line(f"{seconds:6.0f} s, above {SLOW_SECONDS}: {name}")
-        if file := terminalreporter.config.getoption("times"):
-            times = {
-                name: {"cpu_seconds": round(self.cpu[name], 2), "seconds": round(seconds, 2)}
-                for name, seconds in self.wall.items()
-            }
-            Path(file).write_text(json.dumps(times, indent=1))
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    with time_limit():
+        return (yield)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--times", metavar="FILE", help="write each test's CPU seconds and seconds as JSON"
-    )
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Also of tests that ran in another process of pytest-xdist."""
+    if report.failed and "PRINT_FAILURES" in os.environ:  # pytest prints them at its end
+        print(f"\n{report.longreprtext[-1500:]}", flush=True)
 
 
 def give_way() -> None:
@@ -152,7 +76,6 @@ def give_way() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") and sys.platform == "linux":
         give_way()
-    config.pluginmanager.register(Clock(), "clock")
 
 
 def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
