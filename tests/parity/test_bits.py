@@ -3,8 +3,7 @@
 - recomputation and activations on the host, against the same layout without them;
 - a pipeline of an untied model in fp32, under every schedule, against one process: no sum is taken
   in another order;
-- pairs of micro-batches that overlap the exchange of experts' tokens, against the run without;
-- optimizer state elsewhere, with two learning rates.
+- pairs of micro-batches that overlap the exchange of experts' tokens, against the run without.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import pytest
 from megatron.tools._plan.recompute import choose_layers
 from mutation import Mutant, check_mutants, read_mutants
 from parity.compare import bits_off
-from parity.layouts import BASE, FEATURES, LLAMA, RATES, SCHEDULES, Row
+from parity.layouts import BASE, FEATURES, LLAMA, SCHEDULES, Row
 from parity.worker import Outcome, reference, run_case
 
 from megatron.config.arguments import parse_arguments
@@ -285,28 +284,3 @@ def test_pairs_have_the_bits_of_the_run_without(gloo_world, row):
     assert len(without) < len(flags)
     paired, plain = (world.run(run_case, each, row.patches) for each in (flags, without))
     assert not bits_off(paired, plain, norms=0.0)
-
-
-# ---- optimizer state elsewhere
-
-
-UNTIED = f"{LLAMA} --untie-embeddings-and-output-weights"
-# norms of weights are summed part by part
-SHORT = (
-    *(word for word in BASE if word != "--log-params-norm"),
-    *"--micro-batch-size 2 --lr-decay-style cosine --min-lr 1e-3".split(),
-)
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("where", ["host", "part", "files"])
-def test_state_elsewhere_takes_both_rates(gloo_world, plain, tmp_path, stage, where):
-    """The host steps the last blocks first: half of them has the head, not the embedding."""
-    flags = (*SHORT, *UNTIED.split(), *RATES.split(), "--zero-stage", str(stage))
-    more = {
-        "host": ("--optimizer-cpu-offload",),
-        "part": ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"),
-        "files": ("--optimizer-nvme-offload", str(tmp_path)),
-    }
-    found = gloo_world(2).run(run_case, (*flags, *more[where]), ("small_parts",))
-    assert not bits_off(plain(2, flags), found)

@@ -15,7 +15,7 @@ import torch
 from megatron.tools._plan.silent import SilentGroup
 from parity import worker
 from parity.compare import bits_off, ranks_agree
-from parity.layouts import BASE
+from parity.layouts import BASE, RATES
 from parity.worker import Outcome, run_case
 
 from megatron.checkpoint.reader import open_checkpoint
@@ -36,18 +36,20 @@ FILES = "--optimizer-nvme-offload DISK"
 SOME_FILES = f"{FILES} --optimizer-offload-fraction 0.6"
 WEIGHTS = "--param-cpu-offload"
 WEIGHTS_FILES = f"{WEIGHTS} {FILES}"
+# the host steps the last blocks first: a part of them has the head, not the embedding
+TWO_RATES = f"{RATES} --untie-embeddings-and-output-weights"
 OVERFLOWS = "--fp16 --initial-loss-scale 1e12 --loss-scale-window 2"
 PP = "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule"
 RUNS = {  # flags of 2 ranks, with a pipeline or copies of 4; more flags
     "--zero-stage 0 --log-num-zeros-in-grad": (HOST, PART, FILES),
-    "--zero-stage 1": (HOST, PART),
+    f"--zero-stage 1 {TWO_RATES}": (HOST, PART, FILES),
     "--zero-stage 2 --bf16 --log-num-zeros-in-grad": (HOST, PART),
     f"--zero-stage 2 {OVERFLOWS}": (HOST, PART, SOME_FILES),
     "--zero-stage 3 --eval-interval 3": (WEIGHTS,),
     "--zero-stage 3 --zero-shard-size 2": (WEIGHTS_FILES,),
     "--zero-stage 3 --bf16 --eval-interval 3": (HOST, PART),
     "--zero-stage 3 --zero3-keep-gathered --bf16 --no-overlap-param-gather": (HOST, PART, FILES),
-    "--zero-stage 3 --recompute-granularity full": (HOST, PART),
+    f"--zero-stage 3 --recompute-granularity full {TWO_RATES}": (HOST, PART),
     f"--zero-stage 2 --bf16 {PP} zero-bubble-v": (HOST, PART, SOME_FILES),
     f"--zero-stage 3 {OVERFLOWS} {PP} zero-bubble": (WEIGHTS,),
     f"--zero-stage 3 --bf16 {PP} zero-bubble-v --zero3-keep-gathered --no-overlap-param-gather": (

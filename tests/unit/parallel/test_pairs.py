@@ -1,6 +1,5 @@
 """Schedules in which a backward pass overlaps the forward pass of a later micro-batch: right by
-the checker, within their bounds, without more idle time than those without; their time lines and
-pictures.
+the checker, within their bounds, without more idle time than those without.
 """
 
 from __future__ import annotations
@@ -8,12 +7,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from megatron.tools._plan.drawing import ROW, draw, peak_activations, schedule_of
 from megatron.tools._plan.schedule_check import ScheduleError, check
 from megatron.tools._plan.simulate import Costs, simulate
-from megatron.tools._plan.timeline_files import read_timeline
 
-from megatron.config.errors import UserError
 from megatron.parallel.schedule import Action, Kind, build_schedule
 from megatron.parallel.timeline import Span
 
@@ -107,27 +103,3 @@ def test_a_pair_that_waits_for_itself_is_found():
     broken = dataclasses.replace(schedule, actions=(tuple(first), schedule.actions[1]))
     with pytest.raises(ScheduleError, match="deadlock: rank 0, action .* waits for rank 1"):
         check(broken)
-
-
-def test_the_time_line_of_pairs():
-    schedule = build_schedule("interleaved", 2, 2, 4, True)
-    line = simulate(schedule, Costs.even(schedule))
-    assert line.pairs and read_timeline(line.to_json()) == line
-    assert schedule_of(line).pairs
-    assert peak_activations(schedule_of(line)) == peak_activations(schedule)
-    plain = simulate(build_schedule("1f1b", 2, 1, 4), Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2))
-    assert not plain.pairs
-    row = line.rows[0]
-    index = next(i for i in range(len(row)) if row[i][3:] == row[i + 1][3:])
-    shifted = row[index]._replace(end=row[index].end + 0.5)
-    wrong = dataclasses.replace(
-        line, rows=((*row[:index], shifted, *row[index + 1 :]), line.rows[1])
-    )
-    with pytest.raises(UserError, match="does not end before"):
-        read_timeline(wrong.to_json())
-
-
-def test_a_pair_shares_its_row_of_the_picture():
-    schedule = build_schedule("1f1b", 1, 1, 3, True)
-    picture = draw([("pairs", simulate(schedule, Costs.even(schedule)))], "")
-    assert picture.count(f"v{ROW // 2}h") == 4 and picture.count(f"v{ROW}h") == 2

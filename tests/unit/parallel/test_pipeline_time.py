@@ -1,18 +1,13 @@
-"""The executor runs each computation when the simulator does; the benchmark of pipelines runs and
-shows it.
-"""
+"""The executor runs each computation when the simulator does."""
 
 from __future__ import annotations
 
-import json
 from itertools import repeat
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from megatron.benchmarks import pipeline as tool
-from megatron.benchmarks.peers import pipeline_rank
 from unit.by_hand import KeptWeights
 
 from megatron.distributed.groups import Layout
@@ -112,38 +107,3 @@ def test_steps_take_the_simulated_time_and_zero_bubble_has_a_third_of_the_idle_t
             idle.setdefault(name, row["idle"])
     assert idle["1f1b"] == 3 * (RANKS - 1)
     assert idle["zero-bubble"] == idle["1f1b"] / 3
-
-
-def measure(calls: list[dict]) -> list:
-    groups = make_groups(Layout(pp=dist.get_world_size()), None)
-    return [
-        pipeline_rank.MEASUREMENTS[call["what"]](
-            groups, **{name: value for name, value in call.items() if name != "what"}
-        )
-        for call in calls
-    ]
-
-
-@pytest.mark.full
-def test_torch_pipelines_compute_the_same_and_the_table_has_all_rows(
-    gloo_world, tmp_path, monkeypatch
-):
-    """One round of the smallest size; the ranks compare losses and gradients of both sides."""
-    monkeypatch.setattr(
-        tool, "launch", lambda ranks, calls: list(zip(*gloo_world(ranks).run(measure, calls)))
-    )
-    if torch.__version__ < "2.13":
-        # torch 2.11's begins with a message from a rank to itself, which Gloo cannot send
-        monkeypatch.delitem(tool.SCHEDULES, "zero-bubble-v")
-    out = tmp_path / "out.json"
-    tool.main([*"--torch --size tiny --pairs 1 --quiet 9 --patience 0".split(), "--out", str(out)])
-    rows = json.loads(out.read_text())["sections"]["torch"]["rows"]
-    assert [row["schedule"] for row in rows] == list(tool.SCHEDULES)
-    for row in rows:
-        assert (
-            row["ours"]["loss"] == pytest.approx(row["torch"]["loss"], rel=1e-5)
-            and row["verdict"]["pairs"] == 1
-            and not row["verdict"]["passed"]
-        )
-        assert row["verdict"]["median"] == pytest.approx(row["torch_seconds"] / row["ours_seconds"])
-    assert tool.torch_tables({"rows": rows}).count("too few quiet pairs") == len(rows)

@@ -1,23 +1,15 @@
-"""Published rows and predictions, and what other programs need."""
+"""Published rows and predictions, and how other programs are planned."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
-from megatron.tools._plan.hardware import write_hardware
-from megatron.tools._plan.memory import MemoryPlan
-from megatron.tools._plan.operations import Operations
-from megatron.tools._plan.program import OURS, Program
-from megatron.tools._plan.program_memory import peak_of
+from megatron.tools._plan.program import Program
 from megatron.tools._plan.rows import program_of, read_rows, row_flags
 from megatron.tools._plan.validate import percentile, predict_row, score, spearman
-from megatron.tools._plan.work import Exchange
-from step_models import DENSE, H100, TOKENS, VOCABULARY, resolved
 
-from megatron.config.errors import UserError
 from tools.plan import run
 
 HEAD = (
@@ -53,30 +45,6 @@ def test_every_row_has_an_answer_in_order(file, tmp_path):
     assert any(line.strip().endswith("all") for line in text)
 
 
-def test_rows_are_held_against_constants_that_are_given(file, tmp_path):
-    """Those of devices of their type."""
-    out, mine = tmp_path / "out.json", tmp_path / "mine.json"
-    slow = dataclasses.replace(H100, product_efficiency=H100.product_efficiency / 2)
-    write_hardware(mine, slow, {})
-    steps = []
-    for more in ([], ["--hardware", str(mine)]):
-        run("validate", [str(file), "--out", str(out), *more])
-        steps.append([row.get("step_s") for row in json.loads(out.read_text())["rows"]])
-    shipped, given = steps
-    assert given[0] > 1.3 * shipped[0] and given[3] == shipped[3]
-    with pytest.raises(UserError, match="--hardware b200: no row that can be predicted ran on"):
-        run("validate", [str(file), "--hardware", "b200"])
-
-
-def test_columns_may_be_named_in_a_remark(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("# about\n# " + HEAD + "\n" + ROWS[0] + "\n")
-    assert read_rows(path) == [dict(zip(HEAD.split(","), ROWS[0].split(","), strict=True))]
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match="no line names the columns"):
-        read_rows(path)
-
-
 def test_measures_of_a_group(file):
     first = predict_row(read_rows(file)[0])
     found = score("one", [first])
@@ -87,24 +55,6 @@ def test_measures_of_a_group(file):
 
 
 # ---- other programs
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_whole_logits_are_gathered_and_read_on_every_rank(tp):
-    flags = f"--untie-embeddings-and-output-weights --tensor-model-parallel-size {tp}"
-    config = resolved(f"{DENSE} {flags} --no-tp-comm-overlap")
-    ours, whole = (
-        Operations(config, VOCABULARY, program) for program in (OURS, Program(whole_logits=True))
-    )
-    logits = TOKENS * ours.vocab * tp
-    exchanges = whole.head().forward.exchanges
-    assert (Exchange("all-gather", "tp", 2 * logits) in exchanges) == (tp == 2)
-    assert Exchange("all-reduce", "tp", 4 * TOKENS) not in exchanges
-    assert sum(whole.head().forward.streams) == (18 + 4 * (tp == 2)) * logits
-    assert sum(whole.head().backward_input.streams) == 22 * logits
-    assert whole.head().forward.products == ours.head().forward.products
-    peak = MemoryPlan(config, VOCABULARY, 8).fullest.total
-    assert peak_of(OURS, config, VOCABULARY, 8) == peak
 
 
 def test_a_row_is_planned_as_the_program_that_ran_it():

@@ -7,11 +7,12 @@ rank of the job.
 
 from __future__ import annotations
 
+import math
 from unittest import mock
 
 import pytest
 import torch
-from megatron.tools._plan.memory import rank_memories
+from megatron.tools._plan.memory import PlannedSteps, rank_memories
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
@@ -56,7 +57,7 @@ def configure(name: str, world: int, flags: str, tp: int = 1, pp: int = 1) -> Co
     if tp > 1:
         layout += f" --tensor-model-parallel-size {tp} --sequence-parallel"
     if pp > 1:
-        layout += f" --pipeline-model-parallel-size {pp} --pipeline-model-parallel-layout auto"
+        layout += f" --pipeline-model-parallel-size {pp}"
     config = parse_arguments(f"{RUN} {sizes} {layout} {flags}".split()).config
     return resolve(config, world, vocab).config
 
@@ -96,7 +97,8 @@ def gradient_bytes(blocks: list[Block]) -> int:
 @pytest.mark.parametrize("stage, name", [*enumerate(LAYOUTS)])
 def test_the_plan_is_what_the_blocks_take(stage, name):
     world, tp, pp = LAYOUTS[name]
-    config = configure(name, world, f"--zero-stage {stage}", tp, pp)
+    flags = f"--zero-stage {stage} --pipeline-model-parallel-layout auto"
+    config = configure(name, world, flags, tp, pp)
     planned, shard = rank_memories(config, MODELS[name][0], world), world // tp // pp
     for rank in sorted({0, pp // 2, pp - 1}):
         blocks = blocks_of(name, config, world, rank)
@@ -107,6 +109,29 @@ def test_the_plan_is_what_the_blocks_take(stage, name):
         assert held["optimizer"] == 3 * sum(block.master.numel() * 4 for block in blocks)
         bytes_each = {0: 18 * shard, 1: 6 * shard + 12, 2: 2 * shard + 16, 3: 16}[stage]
         assert planned[rank].resident * shard == elements * bytes_each
+
+
+@pytest.mark.parametrize(
+    "pp, layers, flags",
+    [
+        (2, 4, "--pipeline-schedule zero-bubble-v --pipeline-model-parallel-layout auto"),
+        (4, 12, "--num-virtual-stages-per-pipeline-rank 3"),
+        (3, 4, "--position-embedding-type none --pipeline-model-parallel-layout E|tttt|L"),
+    ],
+)
+def test_every_pipeline_rank_of_several_or_empty_stages(pp, layers, flags):
+    sizes = model(layers, 64, 4, 64, flags)
+    with mock.patch.dict(MODELS, small=(301, sizes)):
+        config = configure("small", 2 * pp, "", 2, pp)
+        planned = rank_memories(config, 301, 2 * pp)
+        for rank, memory in enumerate(planned):
+            blocks = blocks_of("small", config, 2 * pp, rank)
+            shapes = [entry.shape for block in blocks for entry in block.entries]
+            assert memory.parameters == sum(map(math.prod, shapes))
+            assert memory.resident == 18 * sum(block.size for block in blocks)
+    largest = PlannedSteps(config, 301, 2 * pp, "cuda").largest_ranks()
+    fullest = max(memory.total for memory in planned)
+    assert max(planned[rank].total for rank in largest) == fullest
 
 
 HALF = "--optimizer-offload-fraction 0.5"

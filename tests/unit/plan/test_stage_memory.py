@@ -1,84 +1,25 @@
-"""The memory estimate of pipeline ranks against stages that are built, and lines about stages."""
+"""Micro-batches in flight in the plan of a pipeline, and lines about stages."""
 
 from __future__ import annotations
 
-import math
-
 import memory_models
 import pytest
-import torch
 from megatron.tools._plan.memory import (
     MemoryPlan,
-    PlannedSteps,
     rank_memories,
-    schedule_of,
     stage_parameters,
 )
 from megatron.tools._plan.stages import stage_lines
 from memory_models import BATCH, DRY, LLAMA, SEQ, VOCAB
 
 from megatron.config.groups import Config
-from megatron.distributed.groups import Axis
-from megatron.model.arithmetic import padded_vocab_size
-from megatron.model.gpt import GPTModel
-from megatron.model.kernels import compute_dtype
-from megatron.model.model_parallel import ModelParallel, TensorParallel
 from megatron.model.stages import pipeline_stages
-from megatron.parallel.blocks import build_blocks
 
 
 def configure(pp: int, layers: int, flags: str, micro_batches: int = 8, tp: int = 1) -> Config:
     sizes = f"--pipeline-model-parallel-size {pp} --tensor-model-parallel-size {tp}"
     batch = f"--num-layers {layers} --global-batch-size {BATCH * micro_batches}"
     return memory_models.configure(f"{sizes} {batch} {flags}", pp * tp)
-
-
-@pytest.mark.parametrize(
-    "pp, layers, flags",
-    [
-        (2, 4, "--pipeline-schedule zero-bubble-v"),
-        (2, 4, "--fp64"),
-        (4, 12, f"{DRY} --num-virtual-stages-per-pipeline-rank 3"),
-        (3, 4, "--position-embedding-type none --pipeline-model-parallel-layout E|tttt|L"),
-    ],
-)
-def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, flags):
-    tp = 2
-    config = configure(pp, layers, flags, tp=tp)
-    padded = padded_vocab_size(VOCAB, config.model, tp)
-    stages, placement = pipeline_stages(config, padded), schedule_of(config, pp * tp).placement
-    estimates = [rank.sizes() for rank in rank_memories(config, VOCAB, pp * tp)]
-    dtype = compute_dtype(config.precision)
-    for rank in range(pp):
-        local = GPTModel(
-            config.model,
-            vocab_size=VOCAB,
-            padded_vocab=padded,
-            dtype=dtype,
-            seed=1,
-            parallel=ModelParallel(TensorParallel(Axis("tp", 0, tuple(range(tp))))),
-            stages=tuple(
-                stage for stage, where in zip(stages, placement, strict=True) if where == rank
-            ),
-        )
-        blocks = build_blocks(local, torch.device("cpu"))
-        count = sum(math.prod(entry.shape) for block in blocks for entry in block.entries)
-        sizes = estimates[rank]
-        planned = rank_memories(config, VOCAB, pp * tp)[rank]
-        assert count == planned.parameters
-        stored = sum(block.size for block in blocks)
-        assert planned.static == {
-            "parameters": dtype.itemsize * stored,
-            "gradients": dtype.itemsize * stored,
-            "optimizer": 2 * dtype.itemsize * stored,
-            "host": 0,
-            "disk": 0,
-        }
-        assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
-    largest = max(estimates, key=lambda sizes: sizes["total"])
-    assert MemoryPlan(config, VOCAB, pp * tp).fullest.sizes() == largest
-    ranks = PlannedSteps(config, VOCAB, pp * tp, "cuda").largest_ranks()
-    assert max(estimates[rank]["total"] for rank in ranks) == largest["total"]
 
 
 def test_gpipe_keeps_every_micro_batch_and_1f1b_those_in_flight():
