@@ -1,6 +1,4 @@
-"""`--help`: the groups of flags, or one group; a completion script; and the page that explains a
-flag.
-"""
+"""`--help`: the groups of flags, or one group; and the page that explains a flag."""
 
 from __future__ import annotations
 
@@ -20,12 +18,7 @@ COMMANDS = read_table("""
 --dry-run: Check everything (files, tokenizer, batch arithmetic, memory) and exit without training.
 """)
 TAKES_FILE = ("--config", "--deepspeed-config")
-HELP = read_table("""
---help: Print the groups; --help GROUP the flags of one, --help all every flag.
---completion: Print a script that completes flags: source <(python pretrain_gpt.py --completion
-    bash)
-""")
-METAVARS = {"--help": "[GROUP]", "--completion": "SHELL"}
+HELP = {"--help": "Print the groups; --help GROUP the flags of one, --help all every flag."}
 # The page that explains a flag: the first whose pattern matches `group.field`.
 PAGES = (
     (r"\.(moe|num_experts|.*expert)", "docs/experts.md"),
@@ -40,29 +33,15 @@ PAGES = (
     (r"^checkpoint", "docs/checkpoint.md"),
     (r"^logging", "docs/logging.md"),
 )
-COMPLETION = """\
-_mgpt_pretrain() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} line=" ${{COMP_WORDS[*]}}"
-  [[ $word == --* && $line == *[\\ /]@(pretrain_gpt.py|mgpt-pretrain)\\ * ]] || return
-  COMPREPLY=($(compgen -W "{flags}" -- "$word"))
-}}
-complete -o bashdefault -o default -F _mgpt_pretrain mgpt-pretrain python python3 torchrun
-"""
 
 
 def help_text(argv: list[str]) -> str:
-    """What a command line with a flag of HELP prints; empty without one. Raises UserError."""
-    asked = [index for index, word in enumerate(argv) if word in HELP or word == "-h"]
-    if not asked:
-        return ""
-    flag, *words = argv[asked[0] :]
-    word = "" if not words or words[0].startswith("-") else words[0]
-    if flag == "--completion" and word != "bash":
-        raise UserError(f"--completion {word}: only bash is supported; give --completion bash")
-    if flag == "--completion":
-        spellings = [name for option in FIELDS.values() for name in option.spellings]
-        return COMPLETION.format(flags=" ".join(["--help", *COMMANDS, *spellings]))
-    return _groups(word)
+    """What a command line with --help prints; empty without it. Raises UserError."""
+    for index, word in enumerate(argv):
+        if word in ("--help", "-h"):
+            group = argv[index + 1] if index + 1 < len(argv) else ""
+            return _groups("" if group.startswith("-") else group)
+    return ""
 
 
 def _groups(name: str) -> str:
@@ -97,8 +76,8 @@ def _listing(groups: dict[str, list[Option]], *, commands: bool = False) -> str:
     if commands:
         lines += ["", "command:"]
         for name, text in {**HELP, **COMMANDS}.items():
-            metavar = METAVARS.get(name, "FILE" if key(name) in TAKES_FILE else "")
-            lines += _entry((name,), metavar, text)
+            takes = "FILE" if key(name) in TAKES_FILE else ""
+            lines += _entry((name,), "[GROUP]" if name in HELP else takes, text)
     for title, chosen in groups.items():
         lines += ["", f"{title}:"]
         for option in chosen:

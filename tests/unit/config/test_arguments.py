@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,7 +84,6 @@ def test_every_field_has_a_flag_a_help_and_its_default():
         ("--lr oops --help", "optimizer      36 flags", "--lr-decay-style"),
         ("--help optimizer", "--lr-decay-style", "--save-interval"),
         ("-h all", "--lr-decay-style", "never there"),
-        ("--completion bash", "--no-save-optim", "default:"),
     ],
 )
 def test_help_is_printed(capsys, words, there, absent):
@@ -93,17 +91,6 @@ def test_help_is_printed(capsys, words, there, absent):
         parse_arguments(words.split())
     text = capsys.readouterr().out
     assert stopped.value.code == 0 and there in text and absent not in text
-
-
-def test_completion_offers_the_flags_that_begin_so():
-    script = help_text(["--completion", "bash"])
-    typed = "COMP_WORDS=({} --zero-s) COMP_CWORD={}; _mgpt_pretrain; echo ${{COMPREPLY[@]}}"
-    for line, count in (("python pretrain_gpt.py --bf16", 3), ("mgpt-pretrain", 1)):
-        command = f"{script}\n{typed.format(line, count)}"
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-        assert done.stdout.split() == ["--zero-stage", "--zero-shard-size"], done.stderr
-    command = f"{script}\n{typed.format('python other.py', 2)}"
-    assert not subprocess.run(["bash", "-c", command], capture_output=True).stdout.strip()
 
 
 def test_faults_name_the_pages_that_explain_their_flags():
@@ -255,7 +242,6 @@ def test_rules_say_nothing_about_a_flag_whose_value_is_unknown():
         (["--window-size", "511,1"], "--window-size 511,1: Megatron's pair must be W-1,0"),
         (["--window-size", "-1,0"], "for -1 drop the flag"),
         (["--help", "optimiser"], "did you mean optimizer?"),
-        (["--completion", "fish"], "give --completion bash"),
         (["--recompute-modules", "mpl"], "--recompute-modules mpl: choose from core_attn, qkv"),
     ],
 )
