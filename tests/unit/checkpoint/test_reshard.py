@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -124,47 +124,34 @@ class Runs:
             self.done.add(root)
         return root
 
-    def measure(self, row: Row, folder: Path) -> dict[str, Any]:
-        """The faults of one row; `folder` is for the run that resumes."""
+    def faults(self, row: Row, folder: Path) -> list[str]:
+        """What is not as promised in one row; `folder` is for the run that resumes."""
         root = self(row.feature, row.source)
         arguments = flags(
             row.feature, row.target, *self.data(row.feature), "--load", root, "--ckpt-step", 3
         )
         loaded = self.on(row.target, load_and_compare, arguments, saved(root))
+        found = [f"rank holds {text}" for text in sum(loaded, [])]
         text = self.on(row.target, start, (*arguments, *saving(folder)))[0]
+        same = row.source == row.target
+        if ("resumes bit for bit" in text) != same:
+            found.append("the log is wrong about bits")
+
         whole, resumed = (
             [line["lm loss"] for line in read_metrics(where / "metrics.jsonl")][-3:]
             for where in (root, folder)
         )
-        found = {
-            **row._asdict(),
-            "not loaded bit for bit": sum(loaded, []),
-            "losses": max(abs(a - b) / abs(a) for a, b in zip(whole, resumed, strict=True)),
-            "logged bit for bit": "resumes bit for bit" in text,
-        }
-        if row.source == row.target:
-            found["tensors that differ 3 iterations later"] = differing(
-                saved(root, 6), saved(folder, 6)
-            )
-        else:
-            found["weights 3 iterations later"] = distance(saved(root, 6), saved(folder, 6))
+        bound = 0.0 if same else BOUNDS[row.feature.partition("-")[2]]
+        losses = max(abs(a - b) / abs(a) for a, b in zip(whole, resumed, strict=True))
+        if not losses <= bound:
+            found.append(f"losses differ by {losses:.3g}")
+
+        after = saved(root, 6), saved(folder, 6)
+        if same and differing(*after):
+            found.append("tensors differ 3 iterations later")
+        if not same and bound == BOUNDS["fp64"] and not distance(*after) < bound:
+            found.append(f"weights differ by {distance(*after):.3g}")
         return found
-
-
-def faults(found: dict[str, Any]) -> list[str]:
-    """In what a measured row is not as promised."""
-    shown = [f"rank holds {text}" for text in found["not loaded bit for bit"]]
-    same = found["source"] == found["target"]
-    if found["logged bit for bit"] != same:
-        shown.append("the log is wrong about bits")
-    bound = 0.0 if same else BOUNDS[found["feature"].partition("-")[2]]
-    if not found["losses"] <= bound:
-        shown.append(f"losses differ by {found['losses']:.3g}")
-    if same and found["tensors that differ 3 iterations later"]:
-        shown.append("tensors differ 3 iterations later")
-    if not same and bound == BOUNDS["fp64"] and not found["weights 3 iterations later"] < bound:
-        shown.append(f"weights differ by {found['weights 3 iterations later']:.3g}")
-    return shown
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +221,7 @@ def test_a_run_continues_bit_for_bit_or_within_the_bound(runs, tmp_path, row):
     within 1e-10 on another, in fp16 and bf16 (where only state and scale must be exact) within
     their rounding times the root of a few hundred operations.
     """
-    assert faults(runs.measure(row, tmp_path)) == []
+    assert runs.faults(row, tmp_path) == []
 
 
 def test_a_run_logs_what_keeps_it_from_the_same_bits(on, tmp_path):

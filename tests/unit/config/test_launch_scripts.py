@@ -1,13 +1,11 @@
-"""Launch scripts of Megatron-LM, Megatron-DeepSpeed, forks and others (launch_scripts.toml), and
-the table of presets: each runs, but for what does not exist.
+"""Launch scripts of Megatron-LM, Megatron-DeepSpeed, forks and others (launch_scripts.toml):
+each runs, but for what does not exist.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
-import subprocess
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,35 +166,3 @@ def test_the_meaning_of_some_scripts(folder, path, wanted):
     script = next(script for script in SCRIPTS if script.path.endswith(path))
     given = parsed(script, folder, edited=True).config
     check_fields(resolve(given, script.ranks, script.vocabulary).config, wanted[""])
-
-
-def presets() -> list[str]:
-    """The names in the table that README.md shows."""
-    return re.findall(r"^ +(\w+-[\w.]+)\)", (ROOT / "scripts/presets.sh").read_text(), re.M)
-
-
-def test_every_preset_of_the_readme_is_accepted(folder):
-    """tests/slurm/test_presets.py dry-runs them; here their flags are read and resolved."""
-    script = (
-        'source "$0"; for name in "$@"; do preset "$name"; '
-        'echo "${model[@]}" "${fits[@]}" --mock-data --vocab-size $((vocabulary - 1)); done'
-    )
-    done = subprocess.run(
-        ["bash", "-uc", script, str(ROOT / "scripts/presets.sh"), *presets()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) == len(presets()) >= 12, done.stderr
-    for line in lines:
-        read = parse_arguments([*line.split(), "--train-samples", "3000000"])
-        ranks = (
-            8
-            * read.config.distributed.tensor_model_parallel_size
-            * read.config.distributed.pipeline_model_parallel_size
-        )
-        assert (
-            read.not_done == []
-            and resolve(read.config, ranks, None).config.training.global_batch_size >= 256
-        )

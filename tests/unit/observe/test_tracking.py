@@ -308,10 +308,13 @@ def test_every_row_of_wandb_has_three_axes(tmp_path, offline):
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_wandb_stores_whether_a_run_failed(tmp_path, offline, code):
-    tracker = train(make(tmp_path, wandb_project="p"), 1, 1)
+def test_wandb_stores_names_and_whether_a_run_failed(tmp_path, offline, code):
+    names = {"wandb_project": "p", "wandb_group": "study", "wandb_exp_name": "row"}
+    tracker = train(make(tmp_path, **names), 1, 1)
     tracker.exit_code = code
     tracker.close()
+    (run,) = records(tmp_path, "run")
+    assert (run.project, run.run_group, run.display_name) == tuple(names.values())
     assert [record.exit_code for record in records(tmp_path, "exit")] == [code]
 
 

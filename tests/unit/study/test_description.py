@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from megatron.tools._study.description import read_study
+from megatron.tools._study.launch import flags_of
+from megatron.tools._study.runner import run_of
 
 from megatron.config.errors import UserError
 
@@ -91,6 +93,12 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, message):
 def test_a_study_has_a_name(tmp_path):
     with pytest.raises(UserError, match="name: a/b: give the study a name"):
         study(tmp_path, "rows: [{}]\n", BASE.replace("small", "a/b"))
+
+
+def test_a_run_is_in_the_wandb_group_of_its_study(tmp_path):
+    plan = study(tmp_path, "rows: [{name: the-row, wandb-project: p}]\n")
+    flags = flags_of(plan, run_of(tmp_path, plan.rows[0], 2))
+    assert flags[-6:-2] == ["--wandb-group", "small", "--wandb-exp-name", "the-row r2"]
 
 
 def test_the_studies_that_are_shipped():

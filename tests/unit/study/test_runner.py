@@ -161,45 +161,28 @@ else:
 """
 
 
-def test_hardware_is_measured_once(tmp_path, monkeypatch):
-    """And commands of raw rows name no folder of this machine."""
-    tool = tmp_path / "plan.py"
-    tool.write_text(PLAN)
-    monkeypatch.setattr(runner, "_plan_tool", lambda: [sys.executable, str(tool)])
-    file, folder = tmp_path / "study.yaml", tmp_path / "study"
-    file.write_text(STUDY + "hardware: measure\n")
-    plan = read_study(file)
-    folder.mkdir()
-    for _ in range(2):  # the second time everything is there
-        runner._predictions(plan, folder, raw.read(folder), lambda line: None)
-    predictions = raw.read(folder).predictions
-    assert len(predictions) == 3
-    for line in predictions.values():
-        assert line["prediction"] == {"step_s": 0.5, "read": "measured"}
-        assert line["command"][0] == "python" and line["command"][2] == "step"
-    assert runner._told([sys.executable, f"{runner.CHECKOUT}/tools/plan.py", "step"]) == [
-        "python",
-        "tools/plan.py",
-        "step",
-    ]
-
-
 def test_predictions_are_of_the_hardware_that_the_study_names(tmp_path, monkeypatch):
+    """It is measured once. Commands of raw rows name no folder of this machine."""
     tool = tmp_path / "plan.py"
     tool.write_text(PLAN)
     monkeypatch.setattr(runner, "_plan_tool", lambda: [sys.executable, str(tool)])
     file, folder = tmp_path / "study.yaml", tmp_path / "study"
     folder.mkdir()
-    for name in ("one", "other"):
-        (tmp_path / name).write_text(name)
-        file.write_text(f"{STUDY}hardware: {tmp_path / name}\n")
+    (tmp_path / "named").write_text("named")
+    for hardware, read in (("measure", "measured"), (tmp_path / "named", "named")):
+        file.write_text(f"{STUDY}hardware: {hardware}\n")
         plan = read_study(file)
-        for _ in range(2):
+        for _ in range(2):  # the second time everything is there
             runner._predictions(plan, folder, raw.read(folder), lambda line: None)
         found = raw.read(folder).predictions_for(plan.hardware)
-        assert [line["prediction"]["read"] for line in found.values()] == [name] * 3
+        assert len(found) == 3
+        for line in found.values():
+            assert line["prediction"] == {"step_s": 0.5, "read": read}
+            assert line["command"][0] == "python" and line["command"][2] == "step"
     assert len((folder / "raw.jsonl").read_text().splitlines()) == 6
     assert not raw.read(folder).predictions_for(None)
+    shown = runner._told([sys.executable, f"{runner.CHECKOUT}/tools/plan.py", "step"])
+    assert shown == ["python", "tools/plan.py", "step"]
 
 
 class FakeSlurm:

@@ -158,18 +158,3 @@ def test_a_torn_line_is_skipped_and_ended(tmp_path):
     (tmp_path / "raw.jsonl").write_text("nothing\n")
     with pytest.raises(UserError, match="no line has a kind"):
         raw.read(tmp_path)
-
-
-def test_works_beyond_the_alphabet_are_distinguished(recorded):
-    row = recorded.header["rows"][0]
-    line = recorded.runs[row["key"], 0]
-    keys = [f"key {number}" for number in range(28)]
-    header = recorded.header | {
-        "repeats": 1,
-        "rows": [row | {"key": key, "name": key} for key in keys],
-    }
-    runs = {(key, 0): line | {"key": key, "name": key, "work": key} for key in keys}
-    found = summary(raw.RawRows(header, runs, {}))
-    assert [each.work for each in found.rows[:2] + found.rows[-2:]] == ["A", "B", "AA", "BB"]
-    assert {each.verdict for each in found.rows} == {"best"} and len(found.works) == 28
-    assert "Work BB: " in markdown(found)
