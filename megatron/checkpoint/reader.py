@@ -20,14 +20,12 @@ from megatron.checkpoint.fetch import BATCH, Range
 from megatron.checkpoint.index import Index, Piece, StoredTensor, newest_first
 from megatron.checkpoint.manifest import (
     MANIFEST,
-    TRACKER,
     CheckpointError,
     iteration_folder,
     list_iterations,
 )
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.config.errors import UserError
-from megatron.config.input_files import InputError, open_regular
 from megatron.model.spec import Box
 
 if TYPE_CHECKING:
@@ -74,8 +72,6 @@ def open_checkpoint(
         path, others = root / iteration_folder(iteration), iterations[place + 1 :]
         checkpoint, fault = _open_together(path, ranks, verify=older)
         if checkpoint is not None:
-            if ranks.first and step is None and place == 0:
-                _compare_tracker(root, path)
             return checkpoint
         if not older or not (others or or_none):
             fix = ranks.from_first(lambda: _instead(root, others))
@@ -140,19 +136,6 @@ def _instead(root: Path, iterations: list[int]) -> str:
             Index(root / iteration_folder(iteration))
             return f"load the older whole one with --ckpt-step {iteration}"
     return "no older whole checkpoint is there"
-
-
-def _compare_tracker(root: Path, newest: Path) -> None:
-    try:
-        with open_regular(root / TRACKER) as file:
-            tracker = file.read(64).decode(errors="replace").strip()
-    except (OSError, InputError):
-        tracker = None
-    if tracker != str(int(newest.name.removeprefix("iter_"))):
-        state = "is missing" if tracker is None else f"names {tracker!r}"
-        logger.warning(
-            f"{root / TRACKER} {state}; ignored: the newest whole checkpoint is {newest.name}"
-        )
 
 
 class Checkpoint(Index):

@@ -233,5 +233,5 @@ def claim_save_folder(
         # Nodes that are no part of the job may hold later iterations than the one it goes back to.
         continues = resumed and not options.finetune and options.ckpt_step is None
         load = options.load if continues else None
-        local_checkpoints.run = adopt_run_id(load, options.save, ranks)
+        local_checkpoints.adopt(adopt_run_id(load, options.save, ranks))
     return lease

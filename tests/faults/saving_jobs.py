@@ -166,7 +166,7 @@ def in_tiers(
         if fault is not None:
             report_line(f"wrong {fault}")
     report_line(f"found {found}")
-    local_checkpoints.run = adopt_run_id(str(root), str(root), ranks)
+    local_checkpoints.adopt(adopt_run_id(str(root), str(root), ranks))
     saver = CheckpointManager(
         root,
         ranks,

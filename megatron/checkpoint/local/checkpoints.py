@@ -38,7 +38,6 @@ from megatron.checkpoint.index import (
     verify_shard,
 )
 from megatron.checkpoint.local.nodes import (
-    RUN_FILE,
     Nodes,
     find_nodes,
     is_same,
@@ -54,7 +53,6 @@ from megatron.checkpoint.local.redundancy import (
     redundant_files,
     stripes_in,
     xor_block_header,
-    xor_groups_of,
 )
 from megatron.checkpoint.manifest import (
     MANIFEST,
@@ -92,7 +90,6 @@ class LocalCheckpoints:
     def __init__(self, root: str | Path, ranks: Ranks, redundancy: str):
         self.nodes = nodes = find_nodes(root, ranks)
         self.redundancy = redundancy
-        self.run = ""  # its id, known when it saves
         if redundancy == "none":
             return
         flag = f"--local-redundancy {redundancy}"
@@ -104,15 +101,10 @@ class LocalCheckpoints:
                 f"same number of ranks, found {shown}: start as many on each, or give "
                 "--local-redundancy none"
             )
-        hosts = len(set(nodes.hosts))
-        if hosts < len(sizes):
-            logger.warning(
-                f"{flag}: {len(sizes)} folders {nodes.root} on {hosts} host(s): when a host is "
-                "lost, so may be several nodes"
-            )
-        if redundancy == "xor":
-            groups = some([str(len(group)) for group in xor_groups_of(len(sizes))], MAX_NAMED)
-            logger.info(f" {flag}: nodes in XOR groups of {groups}; one node of each may be lost")
+
+    def adopt(self, run: str) -> None:
+        """Take the checkpoints of the run with this id from now on, and save them."""
+        self.nodes = replace(self.nodes, run=run)
 
     def newest(self, load: str, save: str | None, older: bool) -> Checkpoint | None:
         """The newest checkpoint of `load`, or of the local ones where `load` is the folder that the
@@ -121,28 +113,21 @@ class LocalCheckpoints:
         A local one of an iteration before the newest of `load` is taken when that is damaged and
         `older` allows it, else never. Raises as open_checkpoint.
         """
-        # 1. The run that continues, whether its folder was copied, and its newest iteration.
+        # 1. The run that continues, and its newest iteration.
         ranks = self.nodes.ranks
 
-        def look() -> tuple[str | None, bool, int]:
-            resumes = is_same(load, save)
-            run = read_run(load) if resumes else None
-            copied = resumes and run is None and Path(load, RUN_FILE).exists()
-            return run, copied, max(newest_first(Path(load))[0], default=-1)
+        def look() -> tuple[str | None, int]:
+            run = read_run(load) if is_same(load, save) else None
+            return run, max(newest_first(Path(load))[0], default=-1)
 
-        run, copied, newest = ranks.from_first(look)
-        if copied:
-            logger.warning(
-                f"{load} was copied or moved, which makes it another run's: local "
-                "checkpoints are not looked for"
-            )
+        run, newest = ranks.from_first(look)
 
         # 2. A local one that is as new as --load's newest is taken without opening that.
         found = None
         if run is not None:
+            self.adopt(run)
             copies = self.redundancy == "partner"
-            nodes = replace(self.nodes, run=run)
-            found = newest_local(nodes, 0 if older else newest, copies=copies)
+            found = newest_local(self.nodes, 0 if older else newest, copies=copies)
         if found is None or found.iteration < newest:
             checkpoint = open_checkpoint(load, None, ranks, older, or_none=found is not None)
             if found is None or (checkpoint and checkpoint.iteration > found.iteration):
@@ -155,17 +140,12 @@ class LocalCheckpoints:
         )
         return LocalCheckpoint(found)
 
-    @property
-    def own(self) -> Nodes:
-        """The nodes, with the run that saves."""
-        return replace(self.nodes, run=self.run)
-
     def require_space(self, own_bytes: int, flushes: bool) -> None:
         """Raise CheckpointError on every rank unless each node's folder has space for NUM_KEPT
         checkpoints, the one that is being written and, with `flushes`, one that is still on its way
         to --save. `own_bytes`: of this rank's shard. What this run has there counts as free.
         """
-        nodes = self.own
+        nodes = self.nodes
         sizes = nodes.ranks.gather_or_raise(lambda: own_bytes)
         one = kept_bytes(nodes.members, sizes, self.redundancy)[nodes.index]
         count = NUM_KEPT + 1 + flushes
@@ -199,7 +179,7 @@ class LocalCheckpoints:
         began = time.perf_counter()
         try:
             check()
-            save_local(self.own, iteration, pairs, state, self.redundancy)
+            save_local(self.nodes, iteration, pairs, state, self.redundancy)
         except (UserError, OSError) as error:
             logger.warning(f"iteration {iteration} was NOT saved locally. {error}")
             return False
@@ -215,7 +195,7 @@ class LocalCheckpoints:
         """(file, entry in the manifest) of a shard that this node has of a local checkpoint. Raises
         CheckpointError.
         """
-        folder = self.own.folder(iteration)
+        folder = self.nodes.folder(iteration)
         return folder / shard_file(index), read_manifest(folder)["shards"][index]
 
 
@@ -367,11 +347,10 @@ class NodeAttempt(Attempt):
 
 class Found:
     """A local checkpoint. `held`: the files that each node has whole: shards and, numbered after
-    them, XOR parity blocks; their entries are `records`. All ranks make it together. `has`: whether
-    each node has any of it.
+    them, XOR parity blocks; their entries are `records`. All ranks make it together.
     """
 
-    def __init__(self, nodes: Nodes, manifest: bytes, has: Sequence[bool]) -> None:
+    def __init__(self, nodes: Nodes, manifest: bytes) -> None:
         self.nodes = nodes
         self.manifest = manifest
         self.content = decode_manifest(manifest, Path(MANIFEST))
@@ -380,24 +359,14 @@ class Found:
         self.records = self.content["shards"] + self.content.get("parities", [])
         self.shards = range(len(self.content["shards"]))
         self.stripes = stripes_in(self.content["shards"], self.content.get("sets", []))
-        self.held = self._by_node(self._listed_files if has[nodes.index] else list)
-        if not self.lost:  # else reading the files is for nothing
-            self.held = self._by_node(self._whole_files)
-
-    def _by_node(self, part: Callable[[], list[int]]) -> list[set[int]]:
-        """The files that the ranks of each node return."""
-        files = self.nodes.ranks.gather_or_raise(part)
-        return [set().union(*(files[rank] for rank in ranks)) for ranks in self.nodes.members]
-
-    def _listed_files(self) -> list[int]:
-        numbers = range(len(self.records))
-        return [number for number in numbers if os.path.exists(self.folder / shard_file(number))]
+        files = nodes.ranks.gather_or_raise(self._whole_files)
+        self.held = [set().union(*(files[rank] for rank in ranks)) for ranks in nodes.members]
 
     def _whole_files(self) -> list[int]:
-        """This rank's share of the node's files without the damaged ones; every byte is read."""
+        """This rank's share of the files that the node has whole; every byte is read."""
         whole = []
-        listed = sorted(self.held[self.nodes.index])
-        for number in listed[self.nodes.place :: len(self.nodes.members[self.nodes.index])]:
+        ranks = len(self.nodes.members[self.nodes.index])
+        for number in range(self.nodes.place, len(self.records), ranks):
             with suppress(CheckpointError, OSError):
                 verify_shard(self.folder, number, self.records[number])
                 whole.append(number)
@@ -439,14 +408,13 @@ def newest_local(nodes: Nodes, oldest: int, *, copies: bool) -> Found | None:
     saves = [set(map(tuple, listed[ranks[0]])) for ranks in nodes.members]
     for save in sorted(set().union(*saves), reverse=True):
         # 1. The manifest of one node is for all; files count when every byte is as it specifies.
-        has = [save in each for each in saves]
-        source = nodes.members[has.index(True)][0]
+        source = next(ranks[0] for ranks, has in zip(nodes.members, saves) if save in has)
         path = nodes.folder(save[0]) / MANIFEST
         is_source = nodes.ranks.world.rank == source
         manifest = nodes.ranks.gather_or_raise(
             lambda: load_bytes(path, MANIFEST_LIMIT).decode() if is_source else ""
         )[source]
-        found = Found(nodes, manifest.encode(), has)
+        found = Found(nodes, manifest.encode())
 
         # 2. What is lost for good is passed over, and so is what there is no space to rebuild.
         if not found.lost:
@@ -584,14 +552,13 @@ class LocalCheckpoint(Checkpoint):
         ]
         if not streams:
             return 0
-        here = [each for each in streams if each.to in nodes.members[nodes.index]]
 
         # 2. From now on they are read from here.
         attempt = self._attempt = self.found.attempt("read").__enter__()
-        attempt.gather_or_raise(lambda: self._require_space(sum(each.size for each in here)))
         attempt.make(streams, self.found.records, self.found.reader, self.path)
-        for each in here:
-            self.shards[each.number] = replace(self.shards[each.number], folder=attempt.folder)
+        for each in streams:
+            if each.to in nodes.members[nodes.index]:
+                self.shards[each.number] = replace(self.shards[each.number], folder=attempt.folder)
         return sum(stream.size for stream in streams)
 
     def _lacking(self, boxes: Iterable[Box]) -> list[int]:
@@ -603,16 +570,6 @@ class LocalCheckpoint(Checkpoint):
             for piece, *_ in self.overlaps(box)
         }
         return sorted(needed - self.found.held[self.nodes.index])
-
-    def _require_space(self, size: int) -> None:
-        free = shutil.disk_usage(self.nodes.root).free
-        if size > free:
-            raise CheckpointError(
-                f"--local-checkpoint-dir {self.nodes.root} on {self.nodes.host}: on this layout "
-                f"its ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
-                f"{free / GIB:.3g} GiB are free: free space, start with the layout and nodes of "
-                f"before, or {FROM_LOAD}"
-            )
 
     def _instead(self) -> str:
         return FROM_LOAD

@@ -136,7 +136,7 @@ def restart(
 
 
 def num_verified(root: Path, each: int) -> int:
-    """How many files this rank verifies at a restart."""
+    """How many files this rank looks for, and verifies, at a restart."""
     counted = mock.Mock(wraps=checkpoints.verify_shard)
     with mock.patch.object(checkpoints, "verify_shard", counted):
         newest_local(join(root, each), 0, copies=False)
@@ -157,16 +157,15 @@ def save_without_room(root: Path, each: int, who: int, kind: str, number: int) -
         return save(root, each, 2, 5, kind)
 
 
-def prepared(root: Path, each: int, kind: str, own_bytes: int = 0) -> tuple[str, list[str]]:
-    """What a run with this redundancy finds wrong before training: (error, lines logged)."""
-    with logged() as lines:
-        try:
-            local = LocalCheckpoints(own_root(root, each), all_ranks(), kind)
-            local.run = RUN
-            local.require_space(own_bytes, False)
-        except ValueError as error:
-            return str(error), lines
-    return "", lines
+def prepared(root: Path, each: int, kind: str, own_bytes: int = 0) -> str:
+    """What a run with this redundancy finds wrong before training."""
+    try:
+        local = LocalCheckpoints(own_root(root, each), all_ranks(), kind)
+        local.adopt(RUN)
+        local.require_space(own_bytes, False)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def newest_of_both(root: Path, seen: bool) -> str | int:
@@ -176,7 +175,7 @@ def newest_of_both(root: Path, seen: bool) -> str | int:
     ranks, shared = all_ranks(), root / "shared"
     path = save_checkpoint(shared, 2, dealt(7, 7), STATE, ranks)
     local = LocalCheckpoints(own_root(root, 1), ranks, "none")
-    local.run = adopt_run_id(str(shared), str(shared), ranks)
+    local.adopt(adopt_run_id(str(shared), str(shared), ranks))
     assert local.save(1, dealt(7, 7), STATE)
     if seen and ranks.first:
         flip(next(path.glob("*.safetensors")))
@@ -259,9 +258,6 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
         Nodes, "run_folder", property(lambda self: self.root / "run")
     ),
     "damaged on the way": _damaged_pieces,
-    "a full node": lambda: mock.patch.object(
-        checkpoints.shutil, "disk_usage", lambda path: mock.Mock(free=0)
-    ),
     "nothing can be removed": lambda: mock.patch.object(
         checkpoints, "list_iterations", mock.Mock(side_effect=OSError(5, "Input/output error"))
     ),

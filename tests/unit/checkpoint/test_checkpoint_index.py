@@ -59,7 +59,7 @@ def test_the_first_rank_opens_everything_and_the_others_what_they_read(gloo_worl
         [f"shard-{i:05d}.{kind}" for i in range(4)] for kind in ("safetensors", "digests")
     )
     # the manifest once more for what the other ranks see of it
-    opened = [*2 * [manifest.MANIFEST], manifest.TRACKER, *shards, *tables]
+    opened = [*2 * [manifest.MANIFEST], *shards, *tables]
     assert shown[0][0] == sorted(opened)
     assert [opening for opening, _ in shown[1:]] == [["MANIFEST.json"]] * 3
     assert [reading for _, reading in shown] == [[tables[i], shards[i]] for i in range(4)]

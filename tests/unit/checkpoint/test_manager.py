@@ -285,7 +285,7 @@ def saver(tmp_path, made):
     """Saves in the background under tmp_path/shared."""
 
     tier = LocalCheckpoints(tmp_path / "local", SINGLE_RANK, "none")
-    tier.run = "c" * 32
+    tier.adopt("c" * 32)
     return made(tmp_path / "shared", enough(tensors()), local_checkpoints=tier)
 
 
