@@ -130,7 +130,7 @@ def export(
             UserError(f"--to-huggingface {target}: exists and is not empty; give a new folder")
         )
     checkpoint = open_checkpoint(load, step, ranks)
-    with raise_on_all_ranks(ranks.world, ranks.device):
+    with raise_on_all_ranks(ranks.world):
         if checkpoint is None:
             raise UserError(f"--load {load}: no checkpoint there")
         config = config_of(checkpoint.state)
@@ -466,7 +466,7 @@ def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[s
         pair for pair in foreign.pairs if pair[0].name == "embedding.word.weight"
     )
     vocab_size = embedding.shape[0]
-    with raise_on_all_ranks(ranks.world, ranks.device):
+    with raise_on_all_ranks(ranks.world):
         if ranks.first and list_iterations(Path(save)):
             raise UserError(f"--save {save}: holds checkpoints already; give a new folder")
         model = ModelConfig(**foreign.fields)
@@ -519,7 +519,7 @@ def convert(flags: argparse.Namespace, ranks: Ranks) -> list[str]:
         )
     source = flags.from_huggingface or flags.from_megatron or flags.from_deepspeed
     size = flags.vocab_size
-    with raise_on_all_ranks(ranks.world, ranks.device):
+    with raise_on_all_ranks(ranks.world):
         if flags.from_huggingface:
             foreign = open_huggingface(source, size)
         elif flags.from_megatron:

@@ -33,7 +33,7 @@ from megatron.benchmarks.training import busy_seconds  # noqa: E402
 from megatron.config.groups import ModelConfig  # noqa: E402
 from megatron.distributed.collectives import (  # noqa: E402
     all_reduce,
-    gather_bytes,
+    gather_objects,
     start_receive,
     start_send,
 )
@@ -553,9 +553,7 @@ def main() -> None:
     connect(launch, "gloo", 5, {})
     groups = make_groups(Layout(pp=launch.world_size), None)
     measured = [MEASUREMENTS[call.pop("what")](groups, **call) for call in json.loads(sys.argv[1])]
-    answers = [
-        json.loads(text) for text in gather_bytes(json.dumps(measured).encode(), groups.world, CPU)
-    ]
+    answers = gather_objects(measured, groups.world)
     if launch.rank == 0:
         print("\nRESULT " + json.dumps(answers), flush=True)
     disconnect()

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 
 from megatron.config.errors import UserError
-from megatron.distributed.collectives import broadcast_bytes
+from megatron.distributed.collectives import broadcast_object
 from megatron.distributed.groups import ALONE, Axis
-from megatron.distributed.rank_errors import gather_texts, raise_on_all_ranks
+from megatron.distributed.rank_errors import gather_or_raise, raise_on_all_ranks
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of the job as one of them sees them; by default it is alone. `device` is where
-    their messages travel.
-    """
+    """All ranks of the job as one of them sees them; by default it is alone."""
 
     world: Axis = ALONE
     device: torch.device = torch.device("cpu")
@@ -49,7 +47,7 @@ class Ranks:
             text = json.dumps(part())
         except UserError as error:
             fault = error
-        texts = gather_texts(text, fault, self.world, self.device)
+        texts = gather_or_raise(text, fault, self.world)
         return [json.loads(each) for each in texts]
 
     def from_first(self, part: Callable[[], Any]) -> Any:
@@ -58,12 +56,12 @@ class Ranks:
 
     def refuse(self, error: UserError) -> None:
         """Raise it, on every rank the same."""
-        with raise_on_all_ranks(self.world, self.device):
+        with raise_on_all_ranks(self.world):
             raise error
 
     def share(self, data: bytes) -> bytes:
         """The first rank's bytes, on every rank."""
-        return broadcast_bytes(data, self.world, self.device)
+        return broadcast_object(data, self.world)
 
 
 SINGLE_RANK = Ranks()

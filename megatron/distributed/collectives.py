@@ -34,8 +34,6 @@ NATIVE = {
     "reduce-scatter": REDUCE_SCATTER,
     "all-to-all": "all_to_all_single",
 }
-# bytes of the first exchange of `gather_bytes`: enough for most of what checkpoints exchange
-MESSAGE = 1024
 # bytes that a reduce-scatter takes on Gloo for what is received, cast and summed: half of what is
 # reduced, or this where that is less; ZeRO allows it half the largest layer's gradient where that
 # is more
@@ -470,49 +468,20 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return start_reduce_scatter(x, axis).wait()
 
 
-def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
-    """Every rank's bytes (of any length), in axis order. One all-gather when all are short, else
-    two.
-    """
-    if axis.size == 1:
-        return [data]
-    message = len(data).to_bytes(8, "little") + data
-    rows = _all_gather_few(message[:MESSAGE], MESSAGE, axis, device)
-    sizes = [8 + int.from_bytes(row[:8], "little") for row in rows]
-    more = max(sizes) - MESSAGE
-    if more > 0:
-        rests = _all_gather_few(message[MESSAGE:], more, axis, device)
-        rows = [row + rest for row, rest in zip(rows, rests)]
-    return [row[8:size] for row, size in zip(rows, sizes)]
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's value (anything that pickle takes), in axis order."""
+    values = [value] * axis.size
+    if axis.size > 1:
+        # NCCL sends them through the current GPU, which `choose_device` has set
+        with _waiting("exchange of messages", axis):
+            dist.all_gather_object(values, value, group=axis.group)
+    return values
 
 
-def _all_gather_few(data: bytes, size: int, axis: Axis, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, padded to `size`, by the library's all-gather: for a few bytes over Gloo
-    it takes 0.1 ms, where sends and receives take 4.
-    """
-    own = _tensor_of(data.ljust(size, b"\0"), axis, device)
-    rows = [torch.empty_like(own) for _ in axis.ranks]
-    with _waiting("exchange of messages", axis):
-        dist.all_gather(rows, own, group=axis.group)
-        return [row.numpy().tobytes() for row in torch.stack(rows).cpu()]  # NCCL: waits here
-
-
-def broadcast_bytes(data: bytes, axis: Axis, device: torch.device) -> bytes:
-    """The first rank's bytes (of any length), on every rank of the axis."""
-    if axis.size == 1:
-        return data
-    with _waiting("broadcast", axis):
-        size = _tensor_of(len(data).to_bytes(8, "little"), axis, device)
-        dist.broadcast(size, axis.ranks[0], group=axis.group)
-        length = int.from_bytes(size.cpu().numpy().tobytes(), "little")
-        if length == 0:
-            return b""
-        sent = _tensor_of(data if axis.rank == 0 else bytes(length), axis, device)
-        dist.broadcast(sent, axis.ranks[0], group=axis.group)
-        return sent.cpu().numpy().tobytes()
-
-
-def _tensor_of(data: bytes, axis: Axis, device: torch.device) -> Tensor:
-    """Bytes as a tensor, where the axis communicates."""
-    content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return content if is_gloo(axis) else content.to(device)
+def broadcast_object(value: Any, axis: Axis) -> Any:
+    """The first rank's value, on every rank of the axis."""
+    values = [value]
+    if axis.size > 1:
+        with _waiting("broadcast", axis):
+            dist.broadcast_object_list(values, src=axis.ranks[0], group=axis.group)
+    return values[0]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
+from typing import Any
 
 from megatron.config.errors import UserError
-from megatron.distributed.collectives import gather_bytes
+from megatron.distributed.collectives import gather_objects
 from megatron.distributed.groups import Axis
 from megatron.distributed.rendezvous import name_ranks
 
@@ -22,7 +21,7 @@ class RankError(UserError):
 
 
 @contextmanager
-def raise_on_all_ranks(axis: Axis, device: torch.device) -> Iterator[None]:
+def raise_on_all_ranks(axis: Axis) -> Iterator[None]:
     """Raise RankError on every rank of the axis when a UserError is raised in the block on any.
 
     No collective may run inside. Other exceptions pass: they are faults of the program, and the
@@ -36,17 +35,17 @@ def raise_on_all_ranks(axis: Axis, device: torch.device) -> Iterator[None]:
         yield
     except UserError as error:
         fault = error
-    gather_texts("", fault, axis, device)
+    gather_or_raise(None, fault, axis)
 
 
-def gather_texts(text: str, fault: UserError | None, axis: Axis, device: torch.device) -> list[str]:
-    """Every rank's text. Raise RankError, the same on every rank, when any has a `fault`."""
-    line = f"+{text}" if fault is None else f"-{str(fault) or '?'}"
-    lines = [each.decode() for each in gather_bytes(line.encode(), axis, device)]
-    failed = [rank for rank, each in enumerate(lines) if each[0] == "-"]
+def gather_or_raise(value: Any, fault: UserError | None, axis: Axis) -> list[Any]:
+    """Every rank's value. Raise RankError, the same on every rank, when any has a `fault`."""
+    text = None if fault is None else str(fault)
+    values, faults = zip(*gather_objects((value, text), axis))
+    failed = [rank for rank, each in enumerate(faults) if each is not None]
     if failed:
-        first = lines[failed[0]]
-        same = [rank for rank in failed if lines[rank] == first]
+        first = faults[failed[0]]
+        same = [rank for rank in failed if faults[rank] == first]
         who = "" if len(same) == axis.size else f"{name_ranks(same)}: "
-        raise RankError(who + first[1:], axis.rank) from fault
-    return [each[1:] for each in lines]
+        raise RankError(who + (first or "?"), axis.rank) from fault
+    return list(values)

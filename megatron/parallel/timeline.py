@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.distributed.collectives import gather_bytes
+from megatron.distributed.collectives import gather_objects
 from megatron.distributed.groups import Axis
 from megatron.distributed.peers import PEERS
 from megatron.parallel.schedule import Action, Kind, Schedule
@@ -170,10 +170,6 @@ class Recording:
         their last step together.
         """
         # All ranks of the pipeline are here: their last collective was the all-reduce of this step.
-        own = json.dumps([span.to_list() for span in self.spans()]).encode()
-        rows = []
-        for text in gather_bytes(own, pipeline, self.device):
-            row = [Span(Kind(kind), *rest) for kind, *rest in json.loads(text)]
-            rows.append(tuple(row))
+        rows = tuple(gather_objects(self.spans(), pipeline))
         ran = self.schedule
-        return Timeline(ran.name, ran.placement, ran.micro_batches, tuple(rows))
+        return Timeline(ran.name, ran.placement, ran.micro_batches, rows)

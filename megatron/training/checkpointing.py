@@ -56,7 +56,7 @@ def locate_checkpoint(
         checkpoint = open_checkpoint(
             options.load, options.ckpt_step, ranks=ranks, older=options.allow_older_checkpoint
         )
-    with raise_on_all_ranks(ranks.world, ranks.device):
+    with raise_on_all_ranks(ranks.world):
         # A job that is requeued has the same command line each time: nothing to load is an error
         # only if it cannot be the first start.
         is_own = is_same(options.load, options.save)

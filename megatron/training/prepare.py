@@ -59,12 +59,12 @@ def prepare(
     `planned_for`. `reader`: of the training samples, see `build_data`. Raises UserError.
     """
     world_size, target = world_size or world.size, planned_for or device.type
-    with raise_on_all_ranks(world, device):
+    with raise_on_all_ranks(world):
         # 1. Flags.
         tokenizer, config, reasons = _resolved(flags, world_size, target, advisor)
     # 2. The checkpoint: all ranks open the one that rank 0 finds.
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
-    with raise_on_all_ranks(world, device):
+    with raise_on_all_ranks(world):
         # 3. What differs from the run that wrote it.
         progress, ledger = Progress(), None
         changes: list[Change] = []

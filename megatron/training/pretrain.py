@@ -184,7 +184,7 @@ def _forecast_on_rank_0(
     """The forecast with the banner's sections, on rank 0; its UserError is raised on all ranks."""
     # The plan takes seconds for thousands of ranks: rank 0 makes it, the others wait for its
     # verdict.
-    with raise_on_all_ranks(groups.world, device):
+    with raise_on_all_ranks(groups.world):
         if groups.rank != 0:
             return None
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -250,7 +250,7 @@ def build(
     record_memory_history(config, device)
     with _explained_out_of_memory(prepared, groups, device):
         zero, pipeline = _build_pipeline(config, prepared.tokenizer.vocab_size, groups, device)
-        with raise_on_all_ranks(groups.world, device):
+        with raise_on_all_ranks(groups.world):
             optimizer = Optimizer(zero.blocks, config, groups, zero)
 
     # 3. Trackers and the banner, which names their places.
@@ -363,7 +363,7 @@ def _initialize_or_load(run: Run) -> None:
     else:
         with checkpoint, run.timing.events.restoring(iteration):
             fetch(checkpoint, run)
-            with raise_on_all_ranks(run.groups.world, run.device):
+            with raise_on_all_ranks(run.groups.world):
                 load(checkpoint, run)
         logger.info(
             f" loaded checkpoint {checkpoint.path} at iteration "

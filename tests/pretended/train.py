@@ -325,11 +325,11 @@ def ranks_of(count: int) -> Iterator[None]:
             layout, 0, lambda ranks, group_desc: dist.new_group(list(ranks)), kv_heads, **options
         )
 
-    def gather_bytes(data: bytes, axis: Any, device: torch.device) -> list[bytes]:
-        return [data] * axis.size
+    def gather_objects(value: Any, axis: Any) -> list[Any]:
+        return [value] * axis.size
 
-    def broadcast_bytes(data: bytes, axis: Any, device: torch.device) -> bytes:
-        return data
+    def broadcast_object(value: Any, axis: Any) -> Any:
+        return value
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=count)
     with contextlib.ExitStack() as stack:
@@ -340,7 +340,7 @@ def ranks_of(count: int) -> Iterator[None]:
             "make_groups": make_groups,
         }
         stack.enter_context(mock.patch.multiple(pretrain, **named))
-        for function in (gather_bytes, broadcast_bytes):
+        for function in (gather_objects, broadcast_object):
             for name, module in list(sys.modules.items()):
                 if name.startswith("megatron.") and hasattr(module, function.__name__):
                     stack.enter_context(mock.patch.object(module, function.__name__, function))

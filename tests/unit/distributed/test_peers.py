@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron.distributed import collectives, peers
-from megatron.distributed.groups import Axis
-from megatron.distributed.peers import PEERS, PeerError, Peers, waiting
+from megatron.distributed import peers
+from megatron.distributed.peers import PeerError, Peers, waiting
 
 
 @pytest.fixture
@@ -86,23 +85,3 @@ def test_memory_that_runs_out_is_blamed_on_nobody():
     assert not isinstance(raised.value, PeerError)
     with pytest.raises(PeerError), waiting(lambda seconds: "rank 0 waited"):
         torch.empty(2).view(3)
-
-
-def test_a_rank_waits_while_it_copies_the_messages_of_others(monkeypatch):
-    """On NCCL the host waits there, not in the collective."""
-    waits = []
-
-    def gather(rows: list[torch.Tensor], own: torch.Tensor, group: None) -> None:
-        for row in rows:
-            row.copy_(own)
-
-    def cpu(x: torch.Tensor) -> torch.Tensor:
-        waits.append(len(PEERS.waits))
-        return x
-
-    monkeypatch.setattr(collectives, "is_gloo", lambda axis: True)
-    monkeypatch.setattr(collectives.dist, "all_gather", gather)
-    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
-    two = Axis("world", 0, (0, 1))
-    assert collectives.gather_bytes(b"text", two, torch.device("cpu")) == [b"text"] * 2
-    assert waits == [1]

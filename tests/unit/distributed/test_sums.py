@@ -88,7 +88,7 @@ def check_gathers(size):
     assert all(torch.equal(part, whole[rows]) for rows, part in seen) and torch.equal(out, whole)
     x = all_x[axis.rank].clone()
     assert c.all_reduce(x, axis) is x and torch.allclose(x, sum(all_x))
-    return c.gather_bytes(b"x" * (1000 * axis.rank), axis, CPU)
+    return c.gather_objects(b"x" * (1000 * axis.rank), axis)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -102,7 +102,7 @@ def test_gathers(gloo_world, size):
 def fail_on(size, failing):
     axis = axis_of(size)
     try:
-        with raise_on_all_ranks(axis, CPU):
+        with raise_on_all_ranks(axis):
             if axis.rank in failing:
                 raise UserError(
                     "no such file: x" if failing[axis.rank] is None else failing[axis.rank]

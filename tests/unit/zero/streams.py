@@ -206,6 +206,14 @@ class NCCL:
     def P2POp(self, operation: Any, x: Tensor, peer: int, group: Any) -> partial[Work]:
         return partial(operation, x, peer, group)
 
+    def all_gather_object(self, values: list[Any], value: Any, group: Any) -> None:
+        with self.gpu.untracked():
+            dist.all_gather_object(values, value, group=group)
+
+    def broadcast_object_list(self, values: list[Any], src: int, group: Any) -> None:
+        with self.gpu.untracked():
+            dist.broadcast_object_list(values, src=src, group=group)
+
     def batch_isend_irecv(self, operations: list[partial[Work]]) -> list[Work]:
         return [begin() for begin in operations]
 

@@ -108,5 +108,6 @@ def test_all_functions_of_torch_distributed_that_the_project_calls_are_sampled()
     assert source.count("getattr(dist, ") == source.count("getattr(dist, NATIVE[operation])(") == 1
     called |= set(NATIVE.values())
     not_sampled = """init_process_group destroy_process_group new_group get_backend get_rank
-    get_world_size is_initialized is_nccl_available batch_isend_irecv P2POp TCPStore PrefixStore"""
+    get_world_size is_initialized is_nccl_available batch_isend_irecv P2POp TCPStore PrefixStore
+    all_gather_object broadcast_object_list"""
     assert called - set(CALLS) <= set(not_sampled.split()), called
