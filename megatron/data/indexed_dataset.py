@@ -2,7 +2,7 @@
 
 `.bin` holds token ids back to back. `.idx` is little-endian and packed: 9 magic bytes, uint64
 version, uint8 dtype code, uint64 S, uint64 D, int32[S] lengths in tokens, int64[S] byte offsets in
-.bin, int64[D] document index (0, then the sequences so far at each document's end).
+.bin, int64[D] document index (0, then the sequences so far at each document's end), not read here.
 `<prefix>.json`, the sidecar, is ours: what preprocessing knew (tokenizer, largest id,
 end-of-document count, digests).
 """
@@ -13,7 +13,6 @@ import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,44 +32,12 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D: 34 bytes
 DTYPES = dict(enumerate(map(np.dtype, "u1 i1 <i2 <i4 <i8 <f8 <f4 <u2".split()), 1))  # by code
 PROBES = 1024
-# the values of a sidecar, and their kinds; RANGES has those of numbers
-SIDECAR = {
-    "files.bin.bytes": "a count",
-    "files.idx.bytes": "a count",
-    "files.bin.xxh3_128": "text",
-    "files.idx.xxh3_128": "text",
-    "max_id": "a token id",
-    "eod_count": "a count",
-    "tokenizer.fingerprint": "text",
-    "tokenizer.eod": "a token id",
-    "tokenizer.name": "text",
-    "tokens": "a count",
-    "text_bytes": "a count",
-}
-OPTIONAL = {"tokenizer.name", "tokens", "text_bytes"}
-RANGES = {"a count": range(2**63), "a token id": range(-1, 2**31)}
 CHUNK = 1 << 22  # entries or tokens handled at once by full passes
 REMAKE = "copy both files again or run tools/preprocess_data.py again"
 
 
 class DataError(UserError):
     """Faulty data: names the file, the byte if there is one, the fault and the fix."""
-
-
-def check_sidecar(sidecar: JsonObject) -> None:
-    """Raises InputError unless all values exist, with the right type and range."""
-    for path, kind in SIDECAR.items():
-        value: Any = sidecar
-        for name in path.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is None and path in OPTIONAL:
-            continue
-        if kind in RANGES:
-            is_sound = type(value) is int and value in RANGES[kind]
-        else:
-            is_sound = type(value) is str
-        if not is_sound:
-            raise InputError(f"{path} is not {kind}")
 
 
 def probes(count: int) -> np.ndarray:
@@ -106,8 +73,8 @@ def _prefetch(mapped: mmap.mmap, begins: np.ndarray, length: int) -> None:
         mapped.madvise(mmap.MADV_WILLNEED, page * mmap.PAGESIZE, mmap.PAGESIZE)
 
 
-def _header(path: Path, index: mmap.mmap) -> tuple[np.dtype, int, int]:
-    """Type of the ids, number of sequences and of document entries."""
+def _header(path: Path, index: mmap.mmap) -> tuple[np.dtype, int]:
+    """Type of the ids and number of sequences."""
     header = index[: HEADER.size].ljust(HEADER.size, b"\0")
     magic, version, code, sequences, entries = HEADER.unpack(header)
     dtype = DTYPES.get(code)
@@ -123,15 +90,15 @@ def _header(path: Path, index: mmap.mmap) -> tuple[np.dtype, int, int]:
             f"{path}, byte 18: {sequences} sequences and {entries} document entries need "
             f"{expected} bytes, the file has {len(index)}: cut off or damaged; {REMAKE}"
         )
-    return dtype, sequences, entries
+    return dtype, sequences
 
 
 class IndexedDataset:
     """An opened prefix. Opening takes the same time for any corpus size: it reads the header and
     evenly spaced entries.
 
-    tokens [num_tokens]: all token ids, memory-mapped. lengths, offsets [S] and documents [D]: the
-    index, memory-mapped. sidecar: `<prefix>.json`, or None. fingerprint: hex digest of sizes,
+    tokens [num_tokens]: all token ids, memory-mapped. lengths and offsets [S]: the index,
+    memory-mapped. sidecar: `<prefix>.json`, or None. fingerprint: hex digest of sizes,
     header, spaced index entries and spaced pieces of .bin, independent of the path. Raises
     DataError.
     """
@@ -142,12 +109,10 @@ class IndexedDataset:
             Path(f"{prefix}.{end}") for end in ("bin", "idx", "json")
         )
         index, content = _map(self.idx_path), _map(self.bin_path)
-        self.dtype, sequences, entries = _header(self.idx_path, index)
-        self.num_sequences, self.num_documents = sequences, entries - 1
-        lengths_at, offsets_at, documents_at = table_offsets(sequences)
-        self.lengths = np.frombuffer(index, "<i4", sequences, lengths_at)
-        self.offsets = np.frombuffer(index, "<i8", sequences, offsets_at)
-        self.documents = np.frombuffer(index, "<i8", entries, documents_at)
+        self.dtype, self.num_sequences = _header(self.idx_path, index)
+        lengths_at, offsets_at, _ = table_offsets(self.num_sequences)
+        self.lengths = np.frombuffer(index, "<i4", self.num_sequences, lengths_at)
+        self.offsets = np.frombuffer(index, "<i8", self.num_sequences, offsets_at)
         index.madvise(mmap.MADV_RANDOM)  # spaced reads: no read-ahead
         self._check_spaced_entries(index)
         self._check_total(len(content))
@@ -157,14 +122,12 @@ class IndexedDataset:
         self.fingerprint = self._fingerprint(index, content)
 
     def _check_spaced_entries(self, index: mmap.mmap) -> None:
-        """Check at most 1,024 entries of each table, which are asked of the disk together."""
-        sequences, documents = probes(self.num_sequences), probes(self.num_documents + 1)
-        places = sequences, sequences, documents
-        for begin, width, at in zip(table_offsets(self.num_sequences), (4, 8, 8), places):
+        """Check at most 1,024 sequences, whose entries are asked of the disk together."""
+        at = probes(self.num_sequences)
+        for begin, width in zip(table_offsets(self.num_sequences), (4, 8)):
             # each is compared with the one before it
             _prefetch(index, begin + width * np.maximum(at - 1, 0), 2 * width)
-        self._check_sequences(sequences)
-        self._check_documents(documents)
+        self._check_sequences(at)
 
     def _ends(self, at: Any) -> Any:
         """Byte of .bin at which each of the sequences `at` ends."""
@@ -186,21 +149,6 @@ class IndexedDataset:
             where = f"{self.idx_path}, byte {HEADER.size + 4 * at[k]}"
             raise DataError(f"{where}: sequence {at[k]} has {lengths[k]} tokens; {REMAKE}")
 
-    def _check_documents(self, at: np.ndarray) -> None:
-        """Check the document entries `at`: they ascend from 0 to the number of sequences."""
-        count = self.num_sequences
-        values = self.documents[at]
-        previous = self.documents[np.maximum(at - 1, 0)]
-        bad = (values < previous) | (values > count)
-        bad |= (at == 0) & (values != 0)
-        bad |= (at == self.num_documents) & (values != count)
-        for k in np.flatnonzero(bad)[:1]:
-            byte = table_offsets(count)[2] + 8 * at[k]
-            raise DataError(
-                f"{self.idx_path}, byte {byte}: document entry {at[k]} is "
-                f"{values[k]} with {count} sequences; {REMAKE}"
-            )
-
     def _check_total(self, size: int) -> None:
         total = int(self._ends([-1])[0]) if self.num_sequences else 0
         if size != total:
@@ -214,14 +162,20 @@ class IndexedDataset:
             return None
         try:
             sidecar = read_json(self.sidecar_path, dict, SETTINGS_LIMIT)
-            check_sidecar(sidecar)
-        except InputError as error:
-            fix = "delete it or make the data again"
+            files, tokenizer = sidecar["files"], sidecar["tokenizer"]
+            numbers = [sidecar["max_id"], sidecar["eod_count"], tokenizer["eod"]]
+            texts = [files[kind]["xxh3_128"] for kind in ("bin", "idx")]
+            texts.append(tokenizer["fingerprint"])
+            described = [files[kind]["bytes"] for kind in ("bin", "idx")]
+            described.append(sidecar.get("tokens", self.num_tokens))
+            if {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
+                raise TypeError("a value of another type")
+        except (InputError, KeyError, TypeError) as error:
+            reason = error if isinstance(error, InputError) else repr(error)
             raise DataError(
-                f"{self.sidecar_path}: not a sidecar of tools/preprocess_data.py ({error}); {fix}"
+                f"{self.sidecar_path}: not a sidecar of tools/preprocess_data.py ({reason}); "
+                "delete it or make the data again"
             ) from None
-        described = [sidecar["files"][kind]["bytes"] for kind in ("bin", "idx")]
-        described.append(sidecar.get("tokens", self.num_tokens))
         if described != sizes:
             raise DataError(
                 f"{self.sidecar_path}: describes other files ({described}: bytes of .bin, bytes "
@@ -262,22 +216,18 @@ class IndexedDataset:
         chunks = (self.tokens[k : k + CHUNK] for k in range(0, self.num_tokens, CHUNK))
         return any(token in chunk for chunk in chunks)
 
-    def check(
-        self, vocab_size: int, progress: Callable[[float], None] = lambda share: None
-    ) -> None:
+    def check(self, vocab_size: int) -> None:
         """Read every index entry and every id, compare digests with the sidecar. Raises DataError
         at the first fault.
         """
-        for begin in range(0, max(self.num_sequences, self.num_documents + 1), CHUNK):
-            stop = begin + CHUNK
-            self._check_sequences(np.arange(begin, min(stop, self.num_sequences)))
-            self._check_documents(np.arange(begin, min(stop, self.num_documents + 1)))
+        for begin in range(0, self.num_sequences, CHUNK):
+            stop = min(begin + CHUNK, self.num_sequences)
+            self._check_sequences(np.arange(begin, stop))
         digest = xxhash.xxh3_128()
         for begin in range(0, self.num_tokens, CHUNK):
             piece = self.tokens[begin : begin + CHUNK]
             self.refuse_foreign_ids(piece, begin, vocab_size)
             digest.update(piece)
-            progress((begin + len(piece)) / self.num_tokens)
         if not self.sidecar:
             return
         found = {"bin": digest.hexdigest(), "idx": file_digest(self.idx_path)}

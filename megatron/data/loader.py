@@ -6,9 +6,6 @@ each validation and test source.
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Protocol
@@ -26,7 +23,6 @@ from megatron.data.token_stream import TokenStream, key_of, mix
 
 DEFAULT_SPLIT = "969,30,1"
 EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
-SAMPLES_AT_ONCE = 16  # whose tokens are in memory together while they are counted
 MOCK_DOCUMENT = 100  # tokens, its end-of-document included
 
 
@@ -84,11 +80,8 @@ class Source:
         if not self.config.eod_mask_loss:
             return count * self.config.seq_length
         samples = np.arange(first_sample, first_sample + count, dtype=np.int64)
-        valid = 0
-        for begin in range(0, count, SAMPLES_AT_ONCE):
-            windows = self.reader.windows(samples[begin : begin + SAMPLES_AT_ONCE])
-            valid += int(np.count_nonzero(windows[:, :-1] != self.eod))
-        return valid
+        windows = self.reader.windows(samples)
+        return int(np.count_nonzero(windows[:, :-1] != self.eod))
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples first_sample .. first_sample + count - 1. Raises DataError for a token outside
@@ -275,7 +268,7 @@ class _Opener:
         """Compare the ids of the data with the vocabulary: all, or the ends without a sidecar."""
         prefix, vocab_size = dataset.prefix, self.tokenizer.vocab_size
         if self.config.data.check_data:
-            dataset.check(vocab_size, _progress(f"checking {prefix}"))
+            dataset.check(vocab_size)
             self.notes.append(f"{prefix}: scanned in full, sound")
         elif not dataset.sidecar:
             dataset.check_ends(vocab_size)
@@ -330,21 +323,6 @@ class _Opener:
             )
             for name, stream in zip(names, streams)
         }
-
-
-def _progress(label: str) -> Callable[[float], None]:
-    """Prints share and remaining time to stderr about every 5 s."""
-    begun = last = time.monotonic()
-
-    def show(share: float) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last > 5:
-            last = now
-            left = (now - begun) * (1 - share) / share
-            print(f"{label}: {100 * share:.0f}%, {left:.0f} s left", file=sys.stderr, flush=True)
-
-    return show
 
 
 def split_range(shares: list[Fraction], split: str, sequences: int) -> tuple[int, int]:

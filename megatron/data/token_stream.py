@@ -14,7 +14,6 @@ import numpy as np
 from megatron.data.indexed_dataset import DataError, IndexedDataset
 
 ROUNDS = 6
-WINDOW = 1024  # samples whose places are computed at once
 
 
 def mix(value: np.ndarray | np.uint64) -> np.ndarray:
@@ -95,8 +94,6 @@ class TokenStream:
         self.identity = f"{int(key_of('identity', *order)):016x}"
         # names the tokens, in whatever order
         self.content = f"{int(key_of('content', *order[:3])):016x}"
-        self._window = -1
-        self._places = np.empty(0, np.int64)
 
     def places(self, index: np.ndarray) -> np.ndarray:
         """Position in the stream at which each sample begins: index [m] int64 >= 0 -> [m] int64 in
@@ -108,15 +105,6 @@ class TokenStream:
         offset = (mix(keys) % np.uint64(self.seq_length)).astype(np.int64)
         return (permute(j, self.samples, keys) * self.seq_length + offset) % self.num_tokens
 
-    def _place(self, k: int) -> int:
-        """places() of one sample, cached for the window of samples around it."""
-        if k // WINDOW != self._window:
-            self._window = k // WINDOW
-            self._places = self.places(
-                np.arange(self._window * WINDOW, (self._window + 1) * WINDOW)
-            )
-        return int(self._places[k % WINDOW])
-
     def read(self, index: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         """Write sample index[i] (s + 1 token ids) to out[rows[i]]. Raises DataError for an id
         outside the vocabulary.
@@ -125,8 +113,8 @@ class TokenStream:
         begin = self.begin
         total = self.num_tokens
         wanted = self.seq_length + 1
-        for k, row in zip(index.tolist(), rows.tolist()):
-            place = self._place(k)
+        places = self.places(index).tolist()
+        for place, row in zip(places, rows.tolist()):
             inside = min(wanted, total - place)
             out[row, :inside] = tokens[begin + place : begin + place + inside]
             if inside < wanted:
@@ -134,6 +122,6 @@ class TokenStream:
         taken = out[rows]
         if int(taken.max()) >= self.vocab_size or int(taken.min()) < 0:
             # Name the first such id; a sample that reaches the end continues at the beginning.
-            for place in (*self.places(index).tolist(), 0):
+            for place in (*places, 0):
                 at, stop = begin + place, begin + min(place + wanted, total)
                 self.dataset.refuse_foreign_ids(tokens[at:stop], at, self.vocab_size)

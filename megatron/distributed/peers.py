@@ -31,7 +31,6 @@ HEARTBEAT_S = 2.0  # between two heartbeats of a rank
 OBSERVE_S = 2.5 * HEARTBEAT_S  # a living rank has a new heartbeat within this time
 STORE_TIMEOUT_S = 5.0
 SILENT_S = 30.0  # without a heartbeat, after which rank 0 warns
-LOGGED = math.inf  # in place of the time of a rank's last report, once its silence is logged
 MAX_NAMED = 8  # ranks in one message
 MAX_CLONES = 256  # ranks of a job in which heartbeats and the log have their own connections
 MAX_OBSERVERS = 1024  # ranks of a job in which each looks at the others; else rank 0 alone
@@ -159,17 +158,15 @@ class Peers:
                     self._warn(seen)
 
     def _warn(self, seen: dict[int, tuple[Heartbeat, float]]) -> None:
-        """Log the ranks that have become silent, and those that report again."""
+        """Log the ranks that have become silent."""
         now = time.monotonic()
         silent = []
         for rank, report in self._read(range(1, self.world)).items():
             before, since = seen.get(rank, (None, now))
             if report != before:
                 seen[rank] = report, now
-                if since == LOGGED and not report.ended:
-                    logger.warning(f"rank {rank} reports again")
             elif now - since > SILENT_S and not report.ended:
-                seen[rank] = report, LOGGED
+                seen[rank] = report, math.inf  # logged once
                 silent.append(report.describe(rank, SILENT))
         if silent:
             logger.warning(f"{some(silent, MAX_NAMED, '; ')}. The others wait for it")

@@ -265,8 +265,7 @@ class Block:
         for first, last in self.layout.cleared:
             self.grad[first:last].zero_()
         for entry in self.entries:
-            view = self.grad.narrow(0, entry.start, entry.numel)
-            entry.parameter.main_grad = view.view(entry.shape)
+            entry.parameter.main_grad = entry.view(self.grad)
             if entry.start < self.layout.late:
                 entry.parameter.overwrite_main_grad = True
 

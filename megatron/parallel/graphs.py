@@ -33,7 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.config.errors import UserError
 from megatron.model.gpt import GPTModel
-from megatron.model.layer import Layer, MicroBatch, TransformerLayer, WithScalars
+from megatron.model.layer import Layer, MicroBatch, TransformerLayer
 from megatron.model.linear import WeightGrad
 from megatron.parallel.layer_runner import (
     LayerRunner,
@@ -215,11 +215,6 @@ class GraphedRunner(LayerRunner):
         place = torch.empty_like(x).requires_grad_()
         graph = self.graph(slot.pool)
         y = graph.capture(lambda: layer(place, slot.micro))
-        if isinstance(y, WithScalars):
-            raise RuntimeError(
-                "--cuda-graphs: a layer that returns auxiliary outputs is not captured; "
-                "drop the flag"
-            )
         if self.gradient is None:
             self.gradient = torch.empty_like(y.detach())
         return CapturedLayer(place, y, graph)

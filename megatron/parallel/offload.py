@@ -90,10 +90,6 @@ class HostPool:
         """Take it back for the next one who asks."""
         self.free[size].append(buffer)
 
-    def pinned(self, device: str) -> int:
-        """Bytes of host memory in all: for a `cuda` device torch takes powers of two."""
-        return sum(1 << (size - 1).bit_length() if device == "cuda" else size for size in self.made)
-
 
 class HostBuffer(NamedTuple):
     """A buffer on the host [bytes], and the event after which it may be written again."""

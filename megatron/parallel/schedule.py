@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -132,13 +132,6 @@ class Schedule:
             for index, message in reversed(posted):
                 posts[receiver][index].append(message)
         return posts
-
-    def in_memory(self, rank: int) -> Iterator[Action]:
-        """A rank's actions in an order in which as much is kept at a time as in the step: of a
-        pair, the forward pass keeps what it makes before the backward pass has freed anything.
-        """
-        for task in self.tasks(rank):
-            yield from reversed(task)
 
 
 def message_needed(action: Action, placement: Sequence[int]) -> Message | None:

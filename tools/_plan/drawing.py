@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 
+from megatron.tools._plan.schedule_check import in_memory
+
 from megatron.parallel.schedule import Action, Kind, Schedule
 from megatron.parallel.timeline import Timeline, in_pairs
 
@@ -47,7 +49,7 @@ def peak_activations(
     peaks = []
     for rank in range(schedule.ranks):
         now = peak = 0.0
-        for kind, stage, _ in schedule.in_memory(rank):
+        for kind, stage, _ in in_memory(schedule, rank):
             if kind in kept:
                 now += kept[kind] * held[stage]
                 peak = max(peak, now)

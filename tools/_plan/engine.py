@@ -431,7 +431,12 @@ def run_step(
     zero.finish_gradients()
     ledger.look()
     _check_all_freed(ledger)
-    return ledger.result(passes.pool.pinned(device))
+    return ledger.result(_pinned_bytes(passes.pool.made, device))
+
+
+def _pinned_bytes(sizes: list[int], device: str) -> int:
+    """Bytes of host memory for buffers of these sizes: on `cuda` torch takes powers of two."""
+    return sum(1 << (size - 1).bit_length() if device == "cuda" else size for size in sizes)
 
 
 def _check_all_freed(ledger: Ledger) -> None:

@@ -302,6 +302,14 @@ def _bounds(schedule: Schedule) -> Bounds:
     return Bounds(in_flight, saved, deferred, received, all(map(_ascending, schedule.actions)))
 
 
+def in_memory(schedule: Schedule, rank: int) -> Iterator[Action]:
+    """A rank's actions in an order in which as much is kept at a time as in the step: of a pair,
+    the forward pass keeps what it makes before the backward pass has freed anything.
+    """
+    for task in schedule.tasks(rank):
+        yield from reversed(task)
+
+
 def _peaks(rank: int, schedule: Schedule) -> tuple[int, int, int, int]:
     """`in_flight`, `saved`, `deferred`, `received` of a rank."""
     training = any(action.kind in PARTS for action in schedule.actions[rank])
@@ -311,7 +319,7 @@ def _peaks(rank: int, schedule: Schedule) -> tuple[int, int, int, int]:
         [len(posted), *[0] * (len(task) - 1)]
         for posted, task in zip(schedule.receives[rank], schedule.tasks(rank))
     )
-    for posted, action in zip(posts, schedule.in_memory(rank)):
+    for posted, action in zip(posts, in_memory(schedule, rank)):
         kind = action.kind
         received += posted
         peaks[3] = max(peaks[3], received)

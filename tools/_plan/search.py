@@ -23,6 +23,7 @@ from megatron.tools._plan.engine import Ledger
 from megatron.tools._plan.hardware import Hardware
 from megatron.tools._plan.layer_run import SPLIT
 from megatron.tools._plan.memory import PlannedSteps, ScheduleArguments, schedule_arguments
+from megatron.tools._plan.schedule_check import in_memory
 from megatron.tools._plan.step import Cost, StepModel, StepTime, least_pipeline_seconds
 from megatron.tools._plan.verdict import RESERVE, judge
 
@@ -501,7 +502,7 @@ def _in_flight(arguments: ScheduleArguments, rank: int) -> set[tuple[int, ...]]:
     schedule = build_schedule(*arguments)
     now = {stage: 0 for stage, where in enumerate(schedule.placement) if where == rank}
     found = set()
-    for kind, stage, _ in schedule.in_memory(rank):
+    for kind, stage, _ in in_memory(schedule, rank):
         if kind is Kind.FORWARD:
             now[stage] += 1
             found.add(tuple(now.values()))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.tools._plan.memory import MemoryPlan, schedule_of, stage_parameters
 from megatron.tools._plan.operations import Operations
+from megatron.tools._plan.schedule_check import in_memory
 from megatron.tools._plan.simulate import Costs, simulate
 from megatron.tools._plan.work import UnitWork
 
@@ -86,7 +87,7 @@ def in_flight(schedule: Schedule) -> list[int]:
     now = [0] * schedule.stages
     most = [0] * schedule.stages
     for rank in range(schedule.ranks):
-        for kind, stage, _ in schedule.in_memory(rank):
+        for kind, stage, _ in in_memory(schedule, rank):
             if kind is Kind.FORWARD:
                 now[stage] += 1
                 most[stage] = max(most[stage], now[stage])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from megatron.tools import preprocess_data as tool
 from megatron.tools._preprocess import text_files
+from unit.data.written_data import document_index
 
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config, DataConfig, EvaluationConfig
@@ -75,7 +76,7 @@ def test_documents_sentences_and_empty_texts(tmp_path, append):
     (sidecar,) = run(lines(tmp_path / "a.jsonl", texts), tmp_path / "x", *["--append-eod"] * append)
     (data, sequences), end = made(tmp_path / "x"), [1000] * append
     assert sequences == [[1, 2, *end], [3], [4, 5, *end], [6, *end]]
-    assert data.documents.tolist() == [0, 1, 1, 3, 3, 3, 4]
+    assert document_index(data).tolist() == [0, 1, 1, 3, 3, 3, 4]
     assert (sidecar["empty_documents"], sidecar["documents"]) == (3, 6)
     assert sidecar["eod_count"] == 3 * append and sidecar["max_id"] == (1000 if append else 6)
     files = [f"x_text_document.{kind}" for kind in ("bin", "idx", "json")]
@@ -127,7 +128,7 @@ def test_several_keys_and_int32(tmp_path):
     keys = "--json-keys", "title", "body"
     run(tmp_path / "a.jsonl", tmp_path / "x", *keys, vocab_size=80000)
     title, sequences = made(tmp_path / "x", "title")
-    assert sequences == [[7]] and title.num_documents == 2
+    assert sequences == [[7]] and len(document_index(title)) == 3
     body, sequences = made(tmp_path / "x", "body")
     assert sequences == [[70000, 2], [3]] and body.dtype == np.int32
 
@@ -190,7 +191,9 @@ def test_lone_surrogates_name_a_line_or_are_replaced_or_left_out(tmp_path, capsy
         flags = "--invalid-text", policy, *HUGGING_FACE, tmp_path
         (sidecar,) = run(path, tmp_path / policy, *flags)
         data, sequences = made(tmp_path / policy)
-        assert list(map(bpe.decode, sequences)) == kept and data.num_documents == documents
+        assert (
+            list(map(bpe.decode, sequences)) == kept and len(document_index(data)) == documents + 1
+        )
         assert sidecar["invalid_texts"] == 2 and sidecar["invalid_text"] == policy
         shown = f"2 lines with characters that UTF-8 cannot hold: {done}"
         assert shown in capsys.readouterr().out

@@ -9,7 +9,14 @@ import numpy as np
 from megatron.tools._preprocess.writer import IndexedDatasetWriter
 
 from megatron.config.groups import DataConfig
+from megatron.data.indexed_dataset import IndexedDataset, table_offsets
 from megatron.data.tokenizer import build_tokenizer
+
+
+def document_index(data: IndexedDataset) -> np.ndarray:
+    """0, and the number of sequences at each document's end."""
+    begin = table_offsets(data.num_sequences)[2]
+    return np.frombuffer(data.idx_path.read_bytes()[begin:], "<i8")
 
 
 def write(
