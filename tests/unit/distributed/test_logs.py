@@ -22,7 +22,7 @@ from pretrain_gpt import main
 logger = logging.getLogger("megatron.tests")
 
 
-def heard(late: bool) -> tuple[str, str]:
+def heard() -> tuple[str, str]:
     """What this rank writes to stdout and stderr: a line of every rank, a warning of all, one of
     rank 2, one of ranks 1 and 2, and Python's.
     """
@@ -30,47 +30,42 @@ def heard(late: bool) -> tuple[str, str]:
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch.object(logs, "DEDUP_S", 1.0),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("always")
         with logs.job_log():
             logger.info("an ordinary line, 100%")
-            if rank == 0 and late:
-                time.sleep(0.4)  # the others come first
-            logger.warning(f"known to all{late}")
-            warnings.warn(f"of the library{late}", stacklevel=1)
+            for turn in (rank == 0, rank > 0):  # rank 0 logs first
+                if turn:
+                    logger.warning("known to all")
+                    warnings.warn("of the library", stacklevel=1)
+                    time.sleep(0.2)  # in which the store has rank 0's texts
+                dist.barrier()
             if rank == 2:
-                logger.warning(f"the disk of this node is nearly full{late}")
-                warnings.warn(f"of this rank{late}", stacklevel=1)
+                logger.warning("the disk of this node is nearly full")
+                warnings.warn("of this rank", stacklevel=1)
             if rank > 0:
-                logger.warning(f"not on the first node{late}")
-            time.sleep(0 if not late else 1.5)
+                logger.warning("not on the first node")
             dist.barrier()
         logger.info("after the job")
     return out.getvalue(), err.getvalue()
 
 
-def check(shown: list[tuple[str, str]], late: bool) -> None:
+def test_others_are_heard_and_nothing_is_logged_twice(gloo_world):
+    shown = gloo_world(3).run(heard)
     out, err = shown[0]
     first, second, third = out.splitlines()
-    assert [first, second] == ["an ordinary line, 100%", f"warning: known to all{late}"]
-    assert third.startswith("warning: ") and third.endswith(f": UserWarning: of the library{late}")
+    assert [first, second] == ["an ordinary line, 100%", "warning: known to all"]
+    assert third.startswith("warning: ") and third.endswith(": UserWarning: of the library")
     assert err == ""
     assert [out for out, _ in shown[1:]] == ["", ""]
     lines = [line for _, err in shown[1:] for line in err.splitlines()]
     assert sum("not on the first node" in line for line in lines) == 1
     others = [line for line in lines if "not on the first node" not in line]
-    assert others[0] == f"rank 2: warning: the disk of this node is nearly full{late}"
+    assert others[0] == "rank 2: warning: the disk of this node is nearly full"
     assert others[1].startswith("rank 2: warning: ")
-    assert others[1].endswith(f": UserWarning: of this rank{late}")
+    assert others[1].endswith(": UserWarning: of this rank")
     assert len(others) == 2
-
-
-def test_others_are_heard_and_nothing_is_logged_twice(gloo_world):
-    # rank 0 logs first, or after the others; texts differ, for the world's store outlives a run
-    for late in (False, True):
-        check(gloo_world(3).run(heard, late), late)
 
 
 def test_one_process(capsys):
