@@ -41,18 +41,17 @@ class Arrival(NamedTuple):
     ticket: str
     world_size: int
     digest: str  # of the fingerprint
-    gpu: str  # unique id of the GPU that no other rank may use; empty: none
 
 
-def meet(launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str = "") -> Store:
-    """The store of this job, after every rank has arrived with an equal fingerprint and a separate
-    GPU; else LaunchError, on every rank.
+def meet(launch: Launch, seconds: float, fingerprint: JsonObject) -> Store:
+    """The store of this job, after every rank has arrived with an equal fingerprint; else
+    LaunchError, on every rank.
 
     Runs in a thread: torch waits without limit for a server that accepts a connection and then
     sends nothing.
     """
     limit = seconds + ERROR_GRACE_S + 1
-    ended = run_for(limit, lambda: _Meeting(launch, seconds, fingerprint, gpu).store)
+    ended = run_for(limit, lambda: _Meeting(launch, seconds, fingerprint).store)
     if not ended:
         raise _no_store(launch)
     [result] = ended
@@ -72,13 +71,13 @@ def meet(launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str = "")
 class _Meeting:
     """Runs the protocol above on one rank; `store` is the result."""
 
-    def __init__(self, launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str):
+    def __init__(self, launch: Launch, seconds: float, fingerprint: JsonObject):
         self.launch = launch
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
         self.fingerprint = json.dumps(fingerprint, sort_keys=True, default=str)
         digest = hashlib.sha256(self.fingerprint.encode()).hexdigest()[:16]
-        self.me = Arrival(launch.rank, secrets.token_hex(8), launch.world_size, digest, gpu)
+        self.me = Arrival(launch.rank, secrets.token_hex(8), launch.world_size, digest)
         self.meeting = self.me.ticket  # rank 0's; the others learn it
         self.keys: Any = PrefixStore(launch.job, open_store(launch, self.deadline, seconds))
         self._append("arrivals")
@@ -187,10 +186,9 @@ class _Meeting:
 
 
 def impossible(present: list[Arrival]) -> str:
-    """The error of ranks that were numbered or placed incorrectly, else an empty string."""
+    """The error of ranks that were numbered incorrectly, else an empty string."""
     first = present[0]  # rank 0
-    by_rank: dict[int, Arrival] = {}
-    by_gpu: dict[str, Arrival] = {}
+    seen: set[int] = set()
     for arrival in present:
         if arrival.world_size != first.world_size:
             return (
@@ -199,19 +197,12 @@ def impossible(present: list[Arrival]) -> str:
                 "give every rank the same WORLD_SIZE (torchrun: the same --nnodes and "
                 "--nproc-per-node on every node)"
             )
-        if by_rank.setdefault(arrival.rank, arrival) is not arrival:
+        if arrival.rank in seen:
             return (
                 f"rank {arrival.rank} was started twice; give every process a different "
                 "RANK (torchrun: every node a different --node-rank)"
             )
-        other = by_gpu.setdefault(arrival.gpu, arrival)
-        if arrival.gpu and other is not arrival:
-            return (
-                f"rank {other.rank} and rank {arrival.rank} were given the "
-                f"same GPU ({arrival.gpu}), and nccl needs one for each; "
-                "give each rank a different one (srun: --gpus-per-task 1), or share it with "
-                "--distributed-backend gloo"
-            )
+        seen.add(arrival.rank)
     return ""
 
 

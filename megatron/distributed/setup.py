@@ -165,7 +165,7 @@ def connect(
     for one process.
 
     `fingerprint` (nested JSON values) must be equal on every rank. Raises LaunchError on every rank
-    when one does not arrive, differs, or shares a GPU.
+    when one does not arrive or differs, or when NCCL finds two ranks on one GPU.
     """
     if launch.world_size == 1 or dist.is_initialized():
         return
@@ -173,8 +173,7 @@ def connect(
     # (Groups.channel)
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device else ""
-    store = meet(launch, 60 * timeout_minutes, {**fingerprint, "backend": backend}, gpu)
+    store = meet(launch, 60 * timeout_minutes, {**fingerprint, "backend": backend})
     try:
         dist.init_process_group(
             backend,
@@ -190,7 +189,8 @@ def connect(
             f"rank {launch.rank}: all {launch.world_size} ranks arrived, but {backend} could "
             "not connect them; look for an earlier error "
             f"of another rank; if there is none, set {interface} to the network interface "
-            f"that joins the hosts ({str(error).splitlines()[0]})"
+            # NCCL's cause is in the last line, such as two ranks that were given one GPU
+            f"that joins the hosts ({str(error).splitlines()[-1]})"
         ) from None
     holder = "torchrun" if launch.agent_store else "rank 0"
     PEERS.start(store, launch.rank, launch.world_size, holder)

@@ -41,7 +41,6 @@ def meet_all(
     delays: dict[int, float] | None = None,
     seconds: dict[int, float] | None = None,
     flags: dict[int, dict] | None = None,
-    gpus: dict[int, str] | None = None,
     wait: float = PLENTY,
 ) -> list:
     """What `meet` returned or raised for each of `ranks`; the dictionaries are by place in that
@@ -56,7 +55,6 @@ def meet_all(
                 ranks[index],
                 (seconds or {}).get(index, wait),
                 (flags or {}).get(index, FLAGS),
-                (gpus or {}).get(index, ""),
             )
         except Exception as error:
             results[index] = error
@@ -93,10 +91,7 @@ def test_missing_ranks_are_named_on_all_others(port):
     begun = time.monotonic()
     ranks = launches(9, port)
     error = the_error(meet_all([ranks[rank] for rank in (0, 1, 2, 6, 8)], wait=SECONDS))
-    assert error.startswith(
-        f"ranks 3-5, 7 of 9 did not arrive at 127.0.0.1:{port} within 0.025 minutes "
-        "(--distributed-timeout-minutes); ranks 0-2, 6, 8 did. "
-    )
+    assert re.match("ranks 3-5, 7 of 9 did not arrive .*; ranks 0-2, 6, 8 did", error)
     assert SECONDS < time.monotonic() - begun < PLENTY
 
 
@@ -105,47 +100,40 @@ def test_different_flags_are_named_with_both_ranks_and_values(port):
     error = the_error(
         meet_all(launches(4, port), flags={2: other, 3: {**other, "model": {"hidden_size": 8}}})
     )
-    assert error == (
-        "the ranks were started differently: --lr: 0.1 on rank 0, 0.2 on rank 2; versions "
-        "torch: 2.13.0 on rank 0, 2.11.0 on rank 2; "
-        "--hidden-size: nothing on rank 0, 8 on rank 3. Give every rank the same "
-        "flags and software"
+    assert error.startswith(
+        "the ranks were started differently: --lr: 0.1 on rank 0, 0.2 on rank 2; versions torch: "
+        "2.13.0 on rank 0, 2.11.0 on rank 2; --hidden-size: nothing on rank 0, 8 on rank 3. "
     )
 
 
 @pytest.mark.parametrize(
-    "ranks, gpus, message",
+    "ranks, message",
     [
-        ((0, (1, 2), 2), {}, "disagree on their number: rank 0 has WORLD_SIZE 3, rank 1 has 2;"),
-        ((0, 1, 1), {}, "rank 1 was started twice; give every process a different RANK"),
-        ((0, 1, 2), {0: "a", 1: "b", 2: "a"}, r"rank [02] were given the same GPU \(a\), and nccl"),
+        ((0, (1, 2), 2), "disagree on their number: rank 0 has WORLD_SIZE 3, rank 1 has 2"),
+        ((0, 1, 1), "rank 1 was started twice"),
     ],
 )
-def test_ranks_that_were_numbered_or_placed_incorrectly(port, ranks, gpus, message):
+def test_ranks_that_were_numbered_incorrectly(port, ranks, message):
     """A rank, or a rank and its WORLD_SIZE."""
     given = [rank if isinstance(rank, tuple) else (rank, 3) for rank in ranks]
     started = [
         dataclasses.replace(launches(3, port)[rank], world_size=size) for rank, size in given
     ]
-    assert re.search(message, the_error(meet_all(started, gpus=gpus)))
+    assert re.search(message, the_error(meet_all(started)))
 
 
 def test_no_rank_zero(port):
     errors = [str(error) for error in meet_all(launches(3, port)[1:], wait=SECONDS)]
     for rank, error in enumerate(errors, 1):
-        assert error.startswith(
-            f"rank {rank} cannot reach rank 0 at 127.0.0.1:{port} (Connection refused) "
-            "within 0.025 minutes"
-        )
-        assert "check that MASTER_ADDR is its host" in error
+        assert error.startswith(f"rank {rank} cannot reach rank 0 at 127.0.0.1:{port}")
 
 
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         [error] = meet_all(launches(2, port)[:1])
-    cause = f"rank 0 cannot listen at port {port} of {socket.gethostname()}: set MASTER_PORT to "
-    assert str(error).startswith(cause) and "address already in use" in str(error).lower()
+    assert str(error).startswith(f"rank 0 cannot listen at port {port}")
+    assert "address already in use" in str(error).lower()
 
 
 def test_a_server_that_says_nothing(monkeypatch):
@@ -154,10 +142,8 @@ def test_a_server_that_says_nothing(monkeypatch):
         port = server.getsockname()[1]
         begun = time.monotonic()
         [error] = meet_all(launches(2, port)[1:], seconds={0: 0.5})
-        assert str(error).startswith(
-            f"rank 1: what listens at 127.0.0.1:{port} is not a rendezvous store; another "
-            "program seems to use that port"
-        )
+        place = f"127.0.0.1:{port}"
+        assert str(error).startswith(f"rank 1: what listens at {place} is not a rendezvous store")
         assert time.monotonic() - begun < PLENTY
 
 
@@ -174,12 +160,10 @@ class TestTorchrunsStore:
 
     def test_lines_of_a_failed_attempt_do_not_count(self, agent):
         ranks = launches(3, agent.port, agent_store=True)
-        assert the_error(meet_all([ranks[0], ranks[2]], wait=SECONDS)).startswith(
-            "rank 1 of 3 did not arrive"
-        )
-        assert the_error(meet_all([ranks[0], ranks[1]], wait=SECONDS)).startswith(
-            "rank 2 of 3 did not arrive"
-        )
+        for missing in (1, 2):
+            others = [ranks[0], ranks[3 - missing]]
+            error = the_error(meet_all(others, wait=SECONDS))
+            assert error.startswith(f"rank {missing} of 3 did not arrive")
         assert not any(isinstance(result, Exception) for result in meet_all(ranks, delays={2: 0.5}))
 
     def test_no_rank_zero(self, agent):
@@ -194,7 +178,4 @@ class TestTorchrunsStore:
 
         monkeypatch.setattr(PrefixStore, "wait", broken)
         [error] = meet_all(launches(2, agent.port, agent_store=True)[1:], wait=SECONDS)
-        assert str(error).startswith(
-            f"rank 1: lost the connection to torchrun's store at 127.0.0.1:{agent.port} "
-            "before all 2 ranks had arrived"
-        )
+        assert str(error).startswith("rank 1: lost the connection to torchrun's store")
