@@ -265,7 +265,8 @@ class Block:
         for first, last in self.layout.cleared:
             self.grad[first:last].zero_()
         for entry in self.entries:
-            entry.parameter.main_grad = entry.view(self.grad)
+            view = self.grad.narrow(0, entry.start, entry.numel)
+            entry.parameter.main_grad = view.view(entry.shape)
             if entry.start < self.layout.late:
                 entry.parameter.overwrite_main_grad = True
 
@@ -286,9 +287,8 @@ class Block:
 
     def close(self) -> Tensor:
         """Take the gradient buffer away; it lives as long as the caller keeps it."""
-        grad, summed = self.grad, self.summed
-        self.drop()
-        self.summed = summed
+        grad, self.grad = self.grad, None
+        self.close_early()
         return grad
 
     def open_early(self, key: Any) -> None:
@@ -305,7 +305,7 @@ class Block:
         self.early[key] = early
 
     def close_early(self) -> None:
-        """After the pass; `open` and `add_early` follow with the weight gradients."""
+        """After a pass: the parameters have no `main_grad`."""
         for parameter in self.parameters:
             parameter.main_grad = None
 

@@ -84,8 +84,12 @@ class Zero:
 
     def open(self, block: Block) -> None:
         """Give a block a gradient buffer, when others have been reduced and freed."""
-        if self.reducing is not None or self.spent:
-            self._make_room(block)
+        # Never two gradients of the vocabulary's size: this one waits for the other's reduction.
+        layers = self.planner.transformer_blocks
+        if self.reducing is not None and layers.isdisjoint((block, self.reducing[0])):
+            self.free_reduced()
+        else:
+            self._free_spent()
         block.open()
 
     def gather(self, buffers: Buffers) -> None:
@@ -193,15 +197,6 @@ class Zero:
                     )
 
     # ---- gradients
-
-    def _make_room(self, block: Block) -> None:
-        """Free gradient buffers that have been reduced, before a block gets one."""
-        # Never two gradients of the vocabulary's size: this one waits for the other's reduction.
-        layers = self.planner.transformer_blocks
-        if self.reducing is not None and layers.isdisjoint((block, self.reducing[0])):
-            self.free_reduced()
-        else:
-            self._free_spent()
 
     def free_reduced(self) -> None:
         """Wait for the reduction that is on its way, and free gradient buffers."""
