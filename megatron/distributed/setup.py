@@ -184,13 +184,14 @@ def connect(
             device_id=device,
         )
     except RuntimeError as error:
+        # NCCL's comes late, such as two ranks that were given one GPU
+        cause = str(error).rpartition("Last error:\n")[2].partition("\n")[0]
         interface = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}[backend]
         raise LaunchError(
             f"rank {launch.rank}: all {launch.world_size} ranks arrived, but {backend} could "
             "not connect them; look for an earlier error "
             f"of another rank; if there is none, set {interface} to the network interface "
-            # NCCL's cause is in the last line, such as two ranks that were given one GPU
-            f"that joins the hosts ({str(error).splitlines()[-1]})"
+            f"that joins the hosts ({cause})"
         ) from None
     holder = "torchrun" if launch.agent_store else "rank 0"
     PEERS.start(store, launch.rank, launch.world_size, holder)

@@ -12,7 +12,7 @@ LINES = {
     "megatron/checkpoint": 4030,
     "megatron/config": 4444,
     "megatron/data": 1368,
-    "megatron/distributed": 2254,
+    "megatron/distributed": 2255,
     "megatron/model": 6004,
     "megatron/observe": 1035,
     "megatron/optimizer": 1337,

@@ -350,9 +350,10 @@ class TestThreads:
         assert self.chosen == threads
 
 
-def test_a_backend_that_cannot_connect_is_one_message(monkeypatch):
+@pytest.mark.parametrize("before", ["", "NCCL error\nLast error:\n"])
+def test_a_backend_that_cannot_connect_is_one_message(monkeypatch, before):
     def broken(*_args, **_keywords):
-        raise RuntimeError("Connection refused\nstack\nof torch")
+        raise RuntimeError(f"{before}Connection refused\nstack\nof torch")
 
     monkeypatch.setattr(setup, "meet", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", broken)
