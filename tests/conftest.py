@@ -1,5 +1,5 @@
-"""For all tests: an end to tests that hang, the `gpu` marker, Gloo worlds, and reproducible property
-tests.
+"""For all tests: an end to tests that hang, the `gpu` marker, Gloo worlds, and property tests that
+repeat.
 
 A test that runs for HANG_MINUTES has hung: it fails there and then.
 """
