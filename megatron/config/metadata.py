@@ -5,13 +5,10 @@ without, what a change at a resume means. The rules of every field follow from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron.config.derive import RunView
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -106,10 +103,6 @@ def flag(
     metadata = {"names": names, "off": off, "bound": bound, "change": change}
     metadata |= {"needs": tuple(needs.split()), "idle_without": tuple(idle_without.split())}
     return field(default=default, metadata=metadata)
-
-
-def can_act(declared: Mapping[str, Any], run: RunView) -> bool:
-    return all(map(run.holds, (*declared["needs"], *declared["idle_without"])))
 
 
 model_flag = partial(flag, change=MODEL)

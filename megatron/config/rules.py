@@ -278,11 +278,14 @@ def fields_without_effect(run: RunView) -> tuple[list[str], list[str]]:
     return faults, idle
 
 
+def _texts_that_hold(run: RunView, table: str) -> Faults:
+    rows = read_table(table).items()
+    return (text for conditions, text in rows if run.holds_all(conditions))
+
+
 def tables(run: RunView) -> Faults:
     yield from fields_without_effect(run)[0]
-    for conditions, text in read_table(FAULTS).items():
-        if run.holds_all(conditions):
-            yield text
+    yield from _texts_that_hold(run, FAULTS)
     for settings, text in read_table(EXCLUSIONS).items():
         ones, others = settings.split(" / ")
         reason, fix = "", text
@@ -315,7 +318,4 @@ def _relation(run: RunView, field: str, relation: str, other: str) -> Faults:
 
 
 def remarks(run: RunView) -> Faults:
-    yield from fields_without_effect(run)[1]
-    for conditions, text in read_table(REMARKS).items():
-        if run.holds_all(conditions):
-            yield text
+    return (*fields_without_effect(run)[1], *_texts_that_hold(run, REMARKS))

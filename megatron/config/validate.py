@@ -14,7 +14,6 @@ import math
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from megatron.config.batch_schedule import batch_steps
@@ -324,19 +323,18 @@ def _split(run: RunView) -> Faults:
     return ()
 
 
-def _dataset_files(run: RunView, field: str) -> Faults:
-    flag = flag_name(field)
-    for _, prefix in parse_blend(getattr(run, field), flag):
-        names = f"{prefix}.idx", f"{prefix}.bin"
-        missing = [name for name in names if not os.path.isfile(name)]
-        if missing:
-            yield (
-                f"{flag} {prefix}: no such file: {' and '.join(missing)}; give the prefix of "
-                "files from tools/preprocess_data.py"
-            )
-
-
-RULES += [(field, partial(_dataset_files, field=field)) for field in DATA_PATHS]
+@rule("")
+def _dataset_files(run: RunView) -> Faults:
+    for field in run.given(*DATA_PATHS):
+        flag = flag_name(field)
+        for _, prefix in parse_blend(getattr(run, field), flag):
+            names = f"{prefix}.idx", f"{prefix}.bin"
+            missing = [name for name in names if not os.path.isfile(name)]
+            if missing:
+                yield (
+                    f"{flag} {prefix}: no such file: {' and '.join(missing)}; give the prefix of "
+                    "files from tools/preprocess_data.py"
+                )
 
 
 @rule("tokenizer_type!=None,NullTokenizer")

@@ -9,7 +9,6 @@ by the name of its flag.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable
@@ -32,7 +31,8 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import JsonObject
 from megatron.config.layers import rotary_layers, windowed_layers
-from megatron.config.metadata import KERNEL, ROUNDING, can_act, flag_name
+from megatron.config.metadata import KERNEL, ROUNDING, flag_name
+from megatron.config.options import FIELDS
 
 _PLAIN_ACTIVATIONS = {
     "gelu_new": "gelu-tanh",
@@ -109,11 +109,12 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     """The fields that decide what a model computes, equal where it computes the same."""
     run = RunView(Config(model=model), world=1, vocabulary=None)
     held = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(model)
-        if field.name not in TRAINING_ONLY
-        and field.metadata["change"] not in (KERNEL, ROUNDING)
-        and can_act(field.metadata, run)
+        name: getattr(model, name)
+        for name, option in FIELDS.items()
+        if option.group == "model"
+        and name not in TRAINING_ONLY
+        and option.change not in (KERNEL, ROUNDING)
+        and all(map(run.holds, (*option.needs, *option.idle_without)))
     }
     del held["group_query_attention"]
     if model.add_bias_linear:
