@@ -10,7 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.tools._report.metrics_file import read_metrics
 from megatron.tools.plot_schedule import measured_timeline
+from own_run import exit_code, replaced
 from parity import worker
 from parity.layouts import BASE, LLAMA, NO_DROPOUT
 from parity.worker import Outcome, run_case
@@ -204,6 +206,23 @@ def test_routers_log_what_their_logits_say(one_thread):
         assert expected["expert-dropped"] > 0
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-9), name
+
+
+# ---- the compute time of ranks
+
+
+def run_for_metrics(flags: tuple[str, ...]) -> int:
+    with replaced():
+        return exit_code((*BASE, *"--micro-batch-size 4 --train-iters 2".split(), *flags))
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-log-straggler",)])
+def test_ranks_are_timed_unless_switched_off(gloo_world, tmp_path, flags):
+    file = tmp_path / "metrics.jsonl"
+    assert gloo_world(2).run(run_for_metrics, (*flags, "--metrics-file", str(file))) == [0, 0]
+    for row in read_metrics(file):
+        timed = [name for name in row if name.startswith(("rank-time", "slowest-rank"))]
+        assert ("rank-time-min" in timed) == (not flags) == bool(timed)
 
 
 # ---- the time line of a pipeline

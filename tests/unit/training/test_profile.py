@@ -5,13 +5,7 @@ the same run as without; and the message when memory runs out.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -24,6 +18,7 @@ from megatron.tools._plan import out_of_memory
 from megatron.tools._plan.out_of_memory import live_tensors
 from megatron.tools._report.metrics_file import read_metrics
 from megatron.tools._report.step_parts import step_table
+from own_run import exit_code, replaced
 from torch.autograd import profiler
 from torch.autograd.graph import get_gradient_edge
 
@@ -59,12 +54,8 @@ EXPOSED = {"pp2": "pipeline idle", "tp2": "exposed tp", "dp2": "exposed dp"}
 
 def trained(words: list[str]) -> int:
     """`pretrain_gpt.py words...` on a rank of a world that lives on."""
-    parsed = parse_arguments(words)
-    with (
-        mock.patch.object(pretrain, "disconnect", lambda: None),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        return pretrain.pretrain(parsed.config, parsed.notes)
+    with replaced():
+        return exit_code(words)
 
 
 def results(folder: Path) -> list[tuple[str, str]]:
@@ -118,13 +109,6 @@ def test_traces_of_two_ranks(gloo_world, tmp_path, layout):
             assert logged_times[step.iteration]["iteration-time"] <= 1.01 * step.seconds
 
 
-@contextlib.contextmanager
-def no_range_is_made() -> Iterator[None]:
-    """While open, a range in a trace is an error."""
-    with mock.patch.object(profiler, "record_function", side_effect=AssertionError):
-        yield
-
-
 def run(folder: Path, *flags: object) -> tuple[list[str], dict[str, list[float]] | None]:
     """A run of one process that is saved in `folder`: what it logs, and the ranges of its trace."""
     with logged() as lines:
@@ -135,17 +119,6 @@ def run(folder: Path, *flags: object) -> tuple[list[str], dict[str, list[float]]
 
 def between(start: int, end: int) -> tuple[object, ...]:
     return "--profile", "--profile-step-start", start, "--profile-step-end", end
-
-
-@pytest.mark.full
-def test_steps_that_are_not_recorded_make_no_range(tmp_path):
-    with no_range_is_made():
-        assert run(tmp_path / "off", "--train-iters", 2)[1] is None
-        # a rank that is not chosen
-        assert run(tmp_path / "other", "--train-iters", 2, "--profile-dir", "x")[1] is None
-    # the control
-    with no_range_is_made(), pytest.raises(AssertionError):
-        run(tmp_path / "on", *between(1, 2))
 
 
 @pytest.mark.full
@@ -207,18 +180,6 @@ def test_the_time_of_a_queued_step_is_not_the_profilers(tmp_path):
     assert " ".join(order) == expected
 
 
-@pytest.mark.full
-def test_shapes_and_lines_of_python_are_recorded_where_they_are_asked_for(tmp_path):
-    wanted = "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"
-    for flags, folder, recorded in (
-        ((*wanted, "--profile-dir", tmp_path / "here"), "here", True),
-        ((), "False/profile", False),
-    ):
-        run(tmp_path / str(recorded), *between(0, 1), "--train-iters", 1, *flags)
-        text = (tmp_path / folder / "rank-0.trace.json").read_text()
-        assert ('"Input Dims"' in text, "pipeline.py" in text) == (recorded, recorded)
-
-
 def test_memory_history_acts_on_cuda_alone(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("of a CPU")
@@ -227,48 +188,6 @@ def test_memory_history_acts_on_cuda_alone(tmp_path):
 
 
 # ---- memory runs out
-
-LIMITED = """
-import resource, sys
-import megatron.training.pretrain
-from pretrain_gpt import main
-taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-limit = taken + (int(sys.argv[1]) << 20)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-sys.exit(main(sys.argv[2:]))
-"""
-LARGE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 512
---micro-batch-size 8 --global-batch-size 8 --train-iters 1 --mock-data --log-interval 1
---tokenizer-type NullTokenizer --vocab-size 12000 --lr 1e-2 --eval-iters 0""".split()
-
-
-def limited(mebibytes: int, *words: object) -> subprocess.CompletedProcess:
-    """A run that may take that many MiB more than Python with its libraries."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    command = [sys.executable, "-c", LIMITED, str(mebibytes), *LARGE, *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
-@pytest.mark.full
-def test_memory_that_runs_out_in_a_step_is_explained_and_the_advice_is_true(tmp_path):
-    done = limited(650, "--save", tmp_path)
-    assert done.returncode == 1, done.stderr[-3000:]
-    file = tmp_path / "profile/rank-0.out-of-memory.txt"
-    assert str(file) in done.stderr and "DefaultCPUAllocator: can't allocate" in done.stderr
-    text = file.read_text()
-    assert text.startswith("memory ran out on rank 0\nhost: ") and "addresses (ulimit -v)" in text
-    sizes = re.findall(r"  ([\d.]+) GiB: (.*)", text)
-    # scores of each layer so far, [b heads, s, s]
-    kept = re.compile(r"activation that BmmBackward0 keeps, [234] x \[32, 512, 512\] float32")
-    assert any(kept.fullmatch(what) for _, what in sizes)
-    assert [float(size) for size, _ in sizes[:-1]] == sorted(
-        (float(size) for size, _ in sizes[:-1]), reverse=True
-    )
-    assert re.search(r"plan: [\d.]+ GiB at the worst moment of a step \(parameters ", text)
-    (advice,) = re.findall(r"advice: (--\S+ \S+) needs [\d.]+ GiB", text)
-    assert advice == "--recompute-granularity full"
-    done = limited(650, *advice.split())
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def explained(config: Config, groups: Groups):
@@ -315,18 +234,6 @@ def test_what_is_known_of_live_tensors(tmp_path):
     }
 
 
-def test_the_allocator_setting_is_advised_where_it_is_not_set(monkeypatch):
-    config, names = resolve(parse_arguments(TINY).config, 1, 31).config, "PYTORCH_{}ALLOC_CONF"
-    for name in ("", "CUDA_"):
-        monkeypatch.delenv(names.format(name), raising=False)
-    advised = lambda: out_of_memory._advice(config, 31, 1, "cuda", 0, 80.0)[-1]
-    assert "or set PYTORCH_ALLOC_CONF=expandable_segments:True" in advised()
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert advised().endswith("or lower --micro-batch-size")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    assert "or set PYTORCH_ALLOC_CONF=expandable_segments:True" in advised()
-
-
 def test_an_optimizer_that_ran_out_of_memory_has_the_states_of_finished_blocks():
     config = resolve(parse_arguments(TINY).config, 1, 31).config
     groups, cpu = one_process(), torch.device("cpu")
@@ -343,8 +250,7 @@ def test_an_optimizer_that_ran_out_of_memory_has_the_states_of_finished_blocks()
     del raised
 
 
-@pytest.mark.full
-def test_an_error_is_not_hidden_by_what_is_said_of_it(tmp_path):
+def test_an_error_is_not_hidden_by_what_is_said_of_it():
     config = resolve(parse_arguments(TINY).config, 1, 31).config
     with (
         mock.patch.object(out_of_memory, "live_tensors", side_effect=MemoryError("again")),
@@ -353,10 +259,3 @@ def test_an_error_is_not_hidden_by_what_is_said_of_it(tmp_path):
     ):
         raise MemoryError("first")
     assert raised.value.__notes__ == ["memory ran out; MemoryError in explaining it: again"]
-    # the control: another error is left as it is
-    with (
-        pytest.raises(ValueError) as other,
-        explained(config, one_process()),
-    ):
-        raise ValueError
-    assert not hasattr(other.value, "__notes__")

@@ -136,18 +136,6 @@ def test_the_rate_of_an_interval_counts_each_batch_of_a_ramp_up(tmp_path):
     assert row["batch-size"] == 4 and tokens == pytest.approx(row["consumed-tokens"])
 
 
-def test_a_batch_size_schedule_by_tokens_is_the_ramp_up(tmp_path):
-    """Batches of 2 for 16 samples, then of 4 to the fortieth."""
-    at = TINY.index("--train-iters")
-    base = [*TINY[:at], *TINY[at + 2 :], "--train-samples", 40]
-    base[base.index("--lr-warmup-iters")] = "--lr-warmup-samples"
-    rows = run(tmp_path / "a", "--rampup-batch-size", 2, 2, 16, base=base)
-    assert [row["batch-size"] for row in rows.values()] == [2] * 8 + [4] * 6
-    at = base.index("--global-batch-size")
-    schedule = ["--step-batch-size-schedule", f"0:2 {16 * 16 + 9}:4"]  # rounded down
-    assert run(tmp_path / "b", *schedule, base=base[:at] + base[at + 2 :]) == rows
-
-
 @dataclass(frozen=True)
 class Counting:
     """A reader of a program: each sample counts from its number."""
@@ -199,14 +187,16 @@ def test_a_save_in_the_background_changes_nothing(tmp_path):
         assert_same(tensors(tmp_path / "a", iteration), tensors(tmp_path / "b", iteration))
 
 
-def test_a_signal_during_evaluation(tmp_path, monkeypatch, whole):
-    """The evaluation is cut short, the run saved; the next start makes up for it before it trains,
-    and where that is cut short, too, the start after it.
+@pytest.mark.parametrize("after, flags", [(1, []), (3, ["--exit-interval", 12])])
+def test_a_signal_during_an_evaluation(tmp_path, monkeypatch, whole, after, flags):
+    """The evaluation is cut short, the run saved, and the exit code asks for a requeue, also where
+    the run ends or exits then. The next start makes up for it before it trains, and where that is
+    cut short, too, the start after it.
     """
-    for _ in range(2):
-        monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, after=1))
-        run(tmp_path, code=85)
-        assert newest(tmp_path) == "iter_0000004"
+    for calls in (after, 1):
+        monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, calls))
+        run(tmp_path, *flags, code=85)
+        assert newest(tmp_path) == f"iter_{4 * after:07}"
         monkeypatch.undo()
     # there is nothing to evaluate any more
     assert start(f"--load {tmp_path} --eval-iters 0 --skip-train") == 0
@@ -220,19 +210,6 @@ def test_a_signal_in_the_second_of_two_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", signalled)
     assert run(tmp_path, "--train-iters", 4, code=85)[4]["lm loss validation"] is None
     assert run(tmp_path, "--train-iters", 4)[4]["lm loss validation"] is not None
-
-
-def test_a_signal_in_the_last_evaluation_at_an_exit_interval(tmp_path, monkeypatch, whole):
-    """The run is not complete: the exit code asks for a requeue, which makes the evaluation."""
-    monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, after=3))
-    run(tmp_path, "--exit-interval", 12, code=85)
-    monkeypatch.undo()
-    assert run(tmp_path) == whole[1]
-
-
-def test_a_reason_to_exit_from_before_an_evaluation_remains(tmp_path, capsys):
-    run(tmp_path, "--exit-interval", 4)
-    assert "--exit-interval 4 reached: exiting at iteration 4" in capsys.readouterr().out
 
 
 def test_signals_are_received_until_the_ranks_have_disconnected(monkeypatch):
@@ -362,13 +339,6 @@ def test_missing_checkpoint_is_refused(tmp_path, capsys):
     for folder in missing:
         assert start(f"--load {folder} --save {folder} --exit-on-missing-checkpoint") == 2
         assert "drop --exit-on-missing-checkpoint" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("load", ["run/", "link/run"])
-def test_a_first_start_may_name_its_folder_in_two_ways(tmp_path, load):
-    (tmp_path / "link").symlink_to(tmp_path)
-    folders = f"--save {tmp_path}/run --load {tmp_path}/{load}"
-    assert start(f"{folders} --train-iters 4 --eval-iters 0") == 0
 
 
 def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
