@@ -176,7 +176,9 @@ class Job:
         step = StepState(messages, 1.0, 1.0)
         step.micro_batches[0] = micro
         if stage > 0:
-            messages.inbox[Message(Kind.FORWARD, stage, 0)] = torch.zeros(self.pipeline.shape)
+            messages.inbox[Message(Kind.FORWARD, stage, 0)] = torch.zeros(
+                self.pipeline.messages.shape
+            )
         self._compute(step, Action(Kind.FORWARD, stage, 0))
         if not last:
             y = _made(messages, Message(Kind.FORWARD, stage + 1, 0))
@@ -294,7 +296,7 @@ def _costs(job: Job, live: LiveBytes) -> tuple[list[int], list[int], int]:
     gradient to weight gradient; bytes of a message.
     """
     held, deferred = [], []
-    shape = job.pipeline.shape
+    shape = job.pipeline.messages.shape
     message = job.model.dtype.itemsize * shape[0] * shape[1] * shape[2]
     for stage in job.pipeline.layers:
         base, forward, left, _ = job.halves(stage, lambda: live.now)

@@ -19,7 +19,6 @@ from megatron.parallel.schedule import Kind, Message
 class PairedPipeline(Pipeline):
     """A pipeline that also runs pairs. `run_overlapped` runs the two passes of two layers."""
 
-    runs_pairs = True
     run_overlapped: Callable[[Callable[[], None], Callable[[], None]], object]
 
     def __init__(self, *args: Any, run_overlapped: Callable[..., object]):

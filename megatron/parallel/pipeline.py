@@ -134,8 +134,6 @@ class Pipeline:
     `placement`: stage -> pipeline rank; `shape`: [s, b, h] of what travels between stages.
     """
 
-    runs_pairs = False  # of tasks that are two computations
-
     def __init__(
         self,
         model: GPTModel,
@@ -147,8 +145,7 @@ class Pipeline:
         device: torch.device,
     ):
         self.model, self.zero, self.runner = model, zero, runner
-        self.placement, self.shape, self.groups, self.device = placement, shape, groups, device
-        self.rank = groups.pp.rank
+        self.placement, self.rank = placement, groups.pp.rank
         self.names = {layer: name for name, layer in chain(*model.layers_by_stage)}
         self.layers: dict[int, list[Layer]] = {}
         self.passes: dict[tuple[Kind, int], list[tuple[Layer, Kind]]] = {}
@@ -167,11 +164,6 @@ class Pipeline:
     def prepare(self, schedule: Schedule) -> RankSchedule:
         """What a schedule means for this rank."""
         assert schedule.placement == self.placement
-        if schedule.pairs and not self.runs_pairs:
-            raise ValueError(
-                f"schedule {schedule.name} has pairs of passes, which {type(self).__name__} does "
-                "not run: build it with pairs=False, or run it by a PairedPipeline"
-            )
         # 1. The passes of layers in their order, and what ZeRO does around each.
         task_actions = schedule.tasks(self.rank)
         turns_by_task = [self._turns_of(actions) for actions in task_actions]

@@ -9,9 +9,6 @@ import pytest
 import torch
 from megatron.tools._plan.schedule_check import check
 
-from megatron.distributed.groups import one_process
-from megatron.parallel.schedule import build_schedule
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -50,9 +47,3 @@ def test_random_schedules_train_as_one_process(gloo_world, ranks):
         outcomes = [rank[index] for rank in ranked]
         compare(outcomes, schedule.micro_batches, bounds.ascending, training)
     assert kinds == {"F", "B", "I", "W", True, False}
-
-
-def test_pairs_need_the_pipeline_that_runs_them():
-    pipeline, _ = cases.pipeline_of((0,), one_process())
-    with pytest.raises(ValueError, match="pairs=False, or run it by a PairedPipeline"):
-        pipeline.prepare(build_schedule("1f1b", 1, 1, 3, pairs=True))
