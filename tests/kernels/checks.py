@@ -106,3 +106,9 @@ def check_case(
     expected = case.expected(torch.float64), case.expected(dtype)
     for mine, exact, torchs in zip(actual, *expected, strict=True):
         assert_as_good(mine, exact, torchs)
+
+
+def check_passes(kernel: str, settings: dict, dtype: torch.dtype, device: torch.device) -> None:
+    """`check_case` of a kernel's forward and backward pass."""
+    for direction in ("forward", "backward"):
+        check_case(f"{kernel} {direction}", settings, dtype, device)

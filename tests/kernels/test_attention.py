@@ -9,6 +9,7 @@ from megatron.kernels import attention_launch, lang, philox
 from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_backward import heads_of_a_program, unsupported_atomics
 from megatron.kernels.attention_masks import attention_mask
+from selection import each_value
 from torch.utils.checkpoint import checkpoint
 
 KEY = philox.key(7, "attention")
@@ -284,3 +285,35 @@ class TestOps:
         turned = [x.transpose(0, 3).contiguous().transpose(0, 3) for x in tensors]
         want = attend(*tensors)[0]
         assert torch.equal(attend(*odd)[0], want) and torch.equal(attend(*turned)[0], want)
+
+
+def split(qkv):
+    q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+    return q.flatten(2, 3), k, v
+
+
+@pytest.mark.parametrize("g, m", [(2, 1), (2, 2), (3, 4), (1, 4)])  # key heads, queries of each
+@pytest.mark.parametrize("programs", [1, 12])
+@pytest.mark.table(traits=each_value)
+@pytest.mark.default("1-2-2")
+def test_fused_projections_give_the_bits_of_their_parts(device, monkeypatch, g, m, programs):
+    """Where one program takes all heads of a key and where it takes some; dk and dv are the fused
+    gradient's own.
+    """
+    monkeypatch.setattr(lang, "multiprocessors", lambda _: programs)
+    s, b, options = 24, 1, {"scale": 0.25, "tile": 16}
+    generator = torch.Generator().manual_seed(g + m)
+    qkv, dout = (
+        torch.randn(s, b, *heads, 16, generator=generator).to(device)
+        for heads in ((g, m + 2), (g * m,))
+    )
+    given = (dout, torch.randn(b, g * m, s, generator=generator).to(device)), attention_mask(s, s)
+    apart = results(flash_attention, [x.contiguous() for x in split(qkv)], *given, **options)
+    exact, torchs = defined(split(qkv), *given, scale=0.25)
+    with canaries():
+        out, lse, of_qkv = results(flash_attention, [qkv], *given, **options)
+    dq, dk, dv = split(of_qkv)
+    assert of_qkv.is_contiguous()
+    for got, want, low, part in zip((out, lse, dq, dk, dv), exact, torchs, apart, strict=True):
+        assert_near(got, want, low)
+        assert torch.equal(got, part)

@@ -4,7 +4,7 @@ that uses them, alone and over ranks.
 
 import pytest
 import torch
-from checks import CANARY, assert_as_good, canaries, error
+from checks import check_case, error
 from megatron.kernels.cross_entropy import (
     configuration,
     cross_entropy_backward_,
@@ -13,9 +13,7 @@ from megatron.kernels.cross_entropy import (
     cross_entropy_reference,
 )
 
-from megatron.distributed.groups import Axis
 from megatron.model import loss as layer
-from megatron.model.model_parallel import NO_TP, TensorParallel
 
 # tokens, real columns, all columns
 SHAPES = [(5, 33, 48), (2, 5000, 5008), (1, 1, 16)]
@@ -30,46 +28,12 @@ def draw(tokens, columns, width, dtype, device, scale=4.0):
     return logits, labels, dloss, dlse
 
 
-def gradient(logits, labels, columns, softcap, dloss, dlse):
-    """The definition's, by autograd, in the precision of the logits."""
-    z = logits.detach().clone().nan_to_num_(0).requires_grad_()
-    loss, lse = cross_entropy_reference(z, labels, columns, softcap)
-    (loss * dloss + lse * dlse).sum().backward()
-    return loss.detach(), lse.detach(), z.grad
-
-
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens, columns, width", SHAPES)
 def test_loss_and_gradient(device, tokens, columns, width, dtype, softcap):
-    logits, labels, dloss, dlse = draw(tokens, columns, width, dtype, device)
-    loss, lse, dz = gradient(
-        logits.double(), labels, columns, softcap, dloss.double(), dlse.double()
-    )
-    torchs = logits.clone()  # PyTorch's own in this precision: the layer's other path
-    plain = layer.ShardedCrossEntropy(0, columns, softcap, NO_TP)
-    torchs_lse = plain.combine(plain.reduce(logits, labels))[1]
-    # as one of several ranks: from the log-sum-exp, as the kernel does
-    plain = layer.ShardedCrossEntropy(0, columns, softcap, TensorParallel(Axis("tp", 0, (0, 1))))
-    plain.into_gradient(torchs, labels, torchs_lse, dloss, dlse)
-    with canaries():
-        parts = cross_entropy_parts(logits, labels, columns, softcap)
-    exact = cross_entropy_parts_reference(logits.double(), labels, columns, softcap)
-    got = parts[1].log() + parts[0]
-    for ours, right, bound in (
-        (parts[0], exact[0], 1e-6),
-        (got, lse, 1e-6),
-        (got - parts[2], loss, 3e-6),
-    ):
-        torch.testing.assert_close(ours.double(), right, rtol=1e-6, atol=bound)
-    margin = 64
-    whole = torch.full((tokens * width + 2 * margin,), CANARY, device=device).to(dtype)
-    inner = whole[margin:-margin].view(tokens, width)
-    inner.copy_(logits)
-    cross_entropy_backward_(inner, labels, got, dloss, dlse, columns, softcap)
-    assert_as_good(inner, dz, torchs)
-    edges = torch.cat([whole[:margin], whole[-margin:]])
-    assert (edges == torch.tensor(CANARY).to(dtype)).all() and (inner[:, columns:] == 0).all()
+    settings = {"tokens": tokens, "width": width, "columns": columns, "softcap": softcap}
+    check_case("cross_entropy", settings, dtype, device)
 
 
 def test_rows_that_lie_apart(device):
@@ -78,7 +42,7 @@ def test_rows_that_lie_apart(device):
     apart[:, :48] = logits
     found = [cross_entropy_parts(each, labels, 40, None) for each in (apart[:, :48], logits)]
     assert torch.equal(*found)
-    lse = gradient(logits, labels, 40, None, dloss, dlse)[1]
+    lse = cross_entropy_reference(logits, labels, 40, None)[1]
     for each in (logits, apart[:, :48]):
         cross_entropy_backward_(each, labels, lse, dloss[:1].expand(4), dlse, 40, None)
     assert torch.equal(apart[:, :48], logits) and (apart[:, 48:] == 9).all()

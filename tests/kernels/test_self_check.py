@@ -231,9 +231,12 @@ def test_what_fails_is_left_out_with_a_warning(monkeypatch, caplog):
     assert dispatch.FAULTY == {}
 
 
-def test_nothing_is_started_on_a_cpu(monkeypatch):
+@pytest.mark.parametrize("device, first_of_node", [(CPU, True), (GPU, False)], ids=str)
+def test_nothing_is_started_on_a_cpu_or_by_other_ranks_of_a_node(
+    monkeypatch, device, first_of_node
+):
     monkeypatch.setattr(prepare, "variants_of_run", lambda *_: pytest.fail("it was asked for"))
-    prepare.check_kernels(SimpleNamespace(), CPU, Ranks(), first_of_node=True)
+    prepare.check_kernels(SimpleNamespace(), device, Ranks(), first_of_node=first_of_node)
 
 
 def checked_where_one_rank_is_faulty() -> dict[str, str]:
@@ -252,12 +255,6 @@ def checked_where_one_rank_is_faulty() -> dict[str, str]:
 def test_one_ranks_fault_is_every_ranks(gloo_world):
     found = gloo_world(2).run(checked_where_one_rank_is_faulty)
     assert found == [{"norm": "the check at start failed on rank 1: off"}] * 2
-
-
-def test_one_rank_of_a_node_checks(monkeypatch):
-    prepared = found_by(monkeypatch, {"norm": "off"})
-    prepare.check_kernels(prepared, GPU, Ranks(), first_of_node=False)
-    assert dispatch.FAULTY == {}
 
 
 def started_on_nodes_of_one_rank() -> tuple[bool, list[int]]:
