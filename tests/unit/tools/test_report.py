@@ -43,6 +43,12 @@ def folder(path, rows=ROWS, config=None):
     return str(path)
 
 
+def page_of(run):
+    """The HTML of a run's report."""
+    assert report.main([run]) == 0
+    return (Path(run) / "report.html").read_text()
+
+
 def text_of(page):
     """What a reader sees, without style, script and tags."""
     return re.sub(r"<[^>]+>", " ", re.sub(r"<(style|script).*?</\1>", "", page, flags=re.S))
@@ -56,8 +62,7 @@ def figure_of(page, title):
 
 def test_the_page_holds_curves_figures_and_configuration(tmp_path, capsys):
     run = folder(tmp_path, config={"config": {"model": {"num_layers": 7, "name": "<b>"}}})
-    assert report.main([run]) == 0
-    page = (tmp_path / "report.html").read_text()
+    page = page_of(run)
     assert page.endswith("</html>\n")
     assert page.count("class=picture") == 5
     shown = "nats per token;Learning rate;tokens/s;GiB;validation;restart;12,800;4.5000"
@@ -176,8 +181,7 @@ def test_events_of_rows_and_of_the_events_file(tmp_path):
         ("other", None, "of no iteration"),
     ]
     assert read_events(tmp_path / "none") == []
-    assert report.main([run]) == 0
-    page = (tmp_path / "report.html").read_text()
+    page = page_of(run)
     assert "&lt;i&gt;never" in page and "<i>never" not in page
 
 
@@ -186,15 +190,13 @@ def test_prediction_next_to_measurement(tmp_path):
         {"iteration": i, "iteration-time": t, "predicted-iteration-time": 0.9}
         for i, t in enumerate((5.0, 1.0, 1.0), 1)
     ]
-    assert report.main([folder(tmp_path, rows)]) == 0
-    page = (tmp_path / "report.html").read_text()
+    page = page_of(folder(tmp_path, rows))
     assert "time of an iteration 0.9 s 1 s -10.0%" in " ".join(text_of(page).split())
     figure = figure_of(page, "Time of an iteration")
     assert figure.count("class=curve stroke") == 2  # samples of the legend
     assert figure.count('class="curve"') == 2
     bare = [{"iteration": 1, "iteration-time": 1.0}]
-    assert report.main([folder(tmp_path, bare)]) == 0
-    assert "Prediction" not in (tmp_path / "report.html").read_text()
+    assert "Prediction" not in page_of(folder(tmp_path, bare))
 
 
 EVENTS = [
@@ -208,14 +210,12 @@ EVENTS = [
 def test_goodput_where_there_are_events(tmp_path):
     """It names what is missing; events of another kind or without their numbers break nothing."""
     run = folder(tmp_path)
-    assert report.main([run]) == 0
-    assert "Goodput" not in (tmp_path / "report.html").read_text()
+    assert "Goodput" not in page_of(run)
     odd = [{"event": "steps", "time": 12.0, "iteration": 1, "count": 1}, {"event": "x"}, [1]]
     odd += [{"event": "steps", "time": 1.0, "iteration": 1, "count": 10**400, "seconds": 10**400}]
     lines = [EVENTS[0], *odd, *EVENTS[1:]]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert report.main([run]) == 0
-    seen = " ".join(text_of((tmp_path / "report.html").read_text()).split())
+    seen = " ".join(text_of(page_of(run)).split())
     assert "Goodput 60.0% of 10.0 s, 1 starts, 0 steps repeated, 0 skipped" in seen
     assert "productive: steps that changed the weights 6.0 60.0%" in seen
     assert "other: not explained 1.0 10.0% wall time 10.0 100.0%" in seen
@@ -245,8 +245,7 @@ def test_studies_are_sections_or_a_page(tmp_path, capsys):
     study = tmp_path / "study"
     study.mkdir()
     (study / "raw.jsonl").write_text((STUDY / "raw.jsonl").read_text())
-    assert report.main([str(study)]) == 0
-    page = (study / "report.html").read_text()
+    page = page_of(str(study))
     assert "Study two_cores" in page and "<script" not in page and "://" not in page
     assert "<i>inside the noise</i>" in page and page.count("class=study") == 1
     output = tmp_path / "page.html"
