@@ -297,7 +297,7 @@ def test_which_layers_have_experts(changes, pattern):
         assert imported(described | changes, theirs)[0].moe_layer_freq == pattern
 
 
-# ---- DeepSeek --------------------------------------------------------------------------------------
+# ---- DeepSeek ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
