@@ -87,6 +87,13 @@ def deal(
     return hands
 
 
+def dealt(seed: int, cut_seed: int, least: int = 1) -> list[tuple[Box, Tensor]]:
+    """What this rank owns of `example(seed)`, cut at random and dealt to `least` ranks or more."""
+    rng, world = random.Random(cut_seed), dist.get_world_size()
+    takers = rng.sample(range(world), rng.randint(least, world))
+    return deal(rng, example(seed), takers).get(dist.get_rank(), [])
+
+
 def all_ranks() -> Ranks:
     """The ranks of a Gloo world."""
     return Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))

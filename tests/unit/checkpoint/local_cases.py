@@ -7,16 +7,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import checkpoint_cases
 import torch
 import torch.distributed as dist
-from checkpoint_cases import all_ranks, deal, example, flip, same_bits
+from checkpoint_cases import all_ranks, flip, same_bits
 from logged import logged
 from reshard_cases import start
 
@@ -62,12 +62,8 @@ def found_nodes(root: Path, each: int) -> tuple:
 
 
 def dealt(seed: int, cut_seed: int) -> list[tuple[Box, torch.Tensor]]:
-    """What this rank owns of `example(seed)`, cut at random; of four ranks, sometimes, one has
-    nothing.
-    """
-    rng, world = random.Random(cut_seed), dist.get_world_size()
-    takers = rng.sample(range(world), rng.randint(max(1, world - 1), world))
-    return deal(rng, example(seed), takers).get(dist.get_rank(), [])
+    """What this rank owns of `example(seed)`: of four ranks, sometimes, one has nothing."""
+    return checkpoint_cases.dealt(seed, cut_seed, max(1, dist.get_world_size() - 1))
 
 
 @contextlib.contextmanager

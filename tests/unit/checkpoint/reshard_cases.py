@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
-from checkpoint_cases import same_bits
+from checkpoint_cases import part_of, same_bits
 
 from megatron.checkpoint.manifest import iteration_folder
 from megatron.checkpoint.reader import Checkpoint
@@ -154,9 +154,7 @@ def load_and_compare(arguments: tuple[str, ...], source: Path) -> list[str]:
         compared, optimizer = True, run.optimizer
         with Checkpoint(source) as checkpoint:
             for box, buffer in [*optimizer.weight_boxes(), *optimizer.state_boxes()]:
-                want = checkpoint.read_tensor(box.name)[
-                    tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))
-                ]
+                want = part_of(checkpoint.read_tensor(box.name), box.offset, box.extent)
                 if not same_bits(box.view(buffer).reshape(box.extent), want):
                     faults.append(f"{box.name} at {box.offset}: not the bits of the checkpoint")
             if (
@@ -197,9 +195,7 @@ def _computed_with(run: Run, checkpoint: Checkpoint) -> list[str]:
         for entry in block.entries:
             weight = entry.view(block.weight).clone()
             for box in entry.boxes:
-                want = checkpoint.read_tensor(box.name)[
-                    tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))
-                ]
+                want = part_of(checkpoint.read_tensor(box.name), box.offset, box.extent)
                 if not same_bits(box.view(weight).reshape(box.extent), want.to(weight.dtype)):
                     faults.append(
                         f"{box.name} at {box.offset}: the weights are not the rounded masters"

@@ -14,10 +14,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import all_ranks, cut, example, pairs, same_bits, save_in_shards
+from checkpoint_cases import (
+    all_ranks,
+    cut,
+    dealt,
+    example,
+    pairs,
+    part_of,
+    same_bits,
+    save_in_shards,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from test_checkpoint_ranks import BOTH, dealt, save
+from test_checkpoint_ranks import BOTH, save
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.boxes import tiles
@@ -43,7 +52,7 @@ def open_and_read(root, seed: int, cut_seed: int) -> tuple[list[str], list[str]]
     with open_checkpoint(root, ranks=all_ranks()) as checkpoint:
         opening = sorted(opened)
         opened.clear()
-        own = dealt(seed, cut_seed)[dist.get_rank()]
+        own = dealt(seed, cut_seed)
         filled = [(box, torch.zeros_like(want)) for box, want in own]
         checkpoint.read_all(filled)
         assert all(same_bits(into, want) for (_, into), (_, want) in zip(filled, own, strict=True))
@@ -149,7 +158,7 @@ def test_tiles_counts_every_element(seed):
     rng.shuffle(boxes)
     count = torch.zeros([2 * n for n in shape], dtype=torch.int)
     for offset, extent in boxes:
-        count[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))] += 1
+        part_of(count, offset, extent).add_(1)
     inside = tuple(slice(0, n) for n in shape)
     assert tiles(shape, boxes) == bool(
         (count[inside] == 1).all() and count.sum() == count[inside].sum()

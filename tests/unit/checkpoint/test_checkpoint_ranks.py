@@ -5,19 +5,16 @@ one outcome for all when a rank fails.
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from checkpoint_cases import WHOLE, all_ranks, deal, example, listing, loads
+from checkpoint_cases import WHOLE, all_ranks, dealt, example, listing, loads
 from logged import logged, silently
 
 from megatron.checkpoint import manifest, writer
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, try_folder
-from megatron.model.spec import Box
 
 STATE = {"iteration": 2, "consumed_samples": 16, "scale": float("inf")}
 BOTH = 9  # a cut in which every one of 2 or 4 ranks owns something; of 1, one of two does
@@ -26,22 +23,13 @@ BOTH = 9  # a cut in which every one of 2 or 4 ranks owns something; of 1, one o
 # ---- what the ranks do: functions of a Gloo world ------------------------------------------------
 
 
-def dealt(seed: int, cut_seed: int) -> dict[int, list[tuple[Box, torch.Tensor]]]:
-    """The tensors of `example(seed)` cut at random and dealt to the ranks: some of them, sometimes,
-    get none.
-    """
-    rng, world = random.Random(cut_seed), dist.get_world_size()
-    takers = rng.sample(range(world), rng.randint(1, world))
-    return dict.fromkeys(range(world), []) | deal(rng, example(seed), takers)
-
-
 def save(
     root, iteration: int, seed: int, cut_seed: int, state: dict = STATE
 ) -> tuple[str, list[str]]:
     """(the error or the folder's name, lines logged) on this rank."""
     with logged() as lines:
         try:
-            hand = dealt(seed, cut_seed)[dist.get_rank()]
+            hand = dealt(seed, cut_seed)
             outcome = save_checkpoint(root, iteration, hand, state, all_ranks()).name
         except ValueError as error:
             outcome = str(error)

@@ -155,27 +155,23 @@ def test_of_two_that_follow_one_dead_owner_one_runs(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_whose_folder_was_taken_over_ends(tmp_path):
+@pytest.mark.parametrize("has_slept", [False, True])
+def test_a_run_whose_folder_was_taken_over_ends(tmp_path, monkeypatch, has_slept):
+    """The thread that renews the lease finds it, or the run itself after a sleep."""
+    if has_slept:
+        monkeypatch.setattr(module, "RENEW_S", 60.0)
     lease = take_lease(tmp_path, "")
     write(tmp_path, elsewhere())
+    if has_slept:
+        lease.check()  # it has renewed just now
+        lease.confirmed -= 0.6
     until = time.monotonic() + 20
-    while lease.confirmed > 0 and time.monotonic() < until:
+    while not has_slept and lease.confirmed > 0 and time.monotonic() < until:
         time.sleep(0.05)
     with pytest.raises(CheckpointError, match="another run has taken this folder over .*on far"):
         lease.check()
     lease.release()
     assert "on far" in read_owner(tmp_path / NAME)["run"]
-
-
-def test_a_run_that_wakes_up_reads_the_lease(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "RENEW_S", 60.0)
-    lease = take_lease(tmp_path, "")
-    write(tmp_path, elsewhere())
-    lease.check()  # it has renewed just now
-    lease.confirmed -= 0.6
-    with pytest.raises(CheckpointError, match="another run has taken this folder over"):
-        lease.check()
-    lease.release()
 
 
 def test_a_second_run_is_refused_and_one_after_a_kill_starts_by_itself(tmp_path):
