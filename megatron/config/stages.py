@@ -131,12 +131,6 @@ def stage_count(config: Config) -> int:
     return distributed.pipeline_model_parallel_size * virtual
 
 
-def _instead(config: Config) -> str:
-    """What shares out any number of layers."""
-    fits = stage_count(config) <= config.model.num_layers + 2
-    return "--pipeline-model-parallel-layout auto alone" if fits else "fewer stages"
-
-
 def layers_of_stages(config: Config) -> tuple[int, ...]:
     """Layers of each stage, along the forward pass; not for `auto`, which depends on costs. Raises
     UserError where the flags do not fit each other; `@field` in it is a flag with its value.
@@ -198,7 +192,9 @@ def _unshared(config: Config, others: int, rest: int, unit: int) -> str:
     factor = PER_VIRTUAL if distributed.num_layers_per_virtual_pipeline_stage else VIRTUAL
     near = nearest(rest, ranks * unit) - rest + config.model.num_layers
     fix = f"the nearest is {near}" if others == ranks else "change the numbers"
+    auto_fits = stage_count(config) <= config.model.num_layers + 2
+    instead = "--pipeline-model-parallel-layout auto alone" if auto_fits else "fewer stages"
     return (
         f"{shown}: {others} pipeline rank(s) must share {rest} layers evenly, and each rank's must "
-        f"be a multiple of @{factor}; {fix}, or give {_instead(config)}"
+        f"be a multiple of @{factor}; {fix}, or give {instead}"
     )

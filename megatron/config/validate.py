@@ -493,16 +493,6 @@ def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) 
     return _faults(derive(config, world_size, vocab_size))
 
 
-def checked(config: Config, world_size: int, vocab_size: int | None) -> RunView:
-    """The run of a configuration with derived values. Raises one `ArgumentErrors` with its faults,
-    see `cross_field_faults`.
-    """
-    run = derive(config, world_size, vocab_size)
-    if faults := _faults(run):
-        raise ArgumentErrors(faults)
-    return run
-
-
 def resolve(config: Config, world_size: int, vocab_size: int | None) -> RunView:
     """A run with derived values filled in, for a job of `world_size` ranks; its notes are those on
     derived values, and remarks.
@@ -510,6 +500,8 @@ def resolve(config: Config, world_size: int, vocab_size: int | None) -> RunView:
     `vocab_size` is the tokenizer's real vocabulary, None while it is unknown. Raises one
     `ArgumentErrors` with the faults, see `cross_field_faults`.
     """
-    run = checked(config, world_size, vocab_size)
+    run = derive(config, world_size, vocab_size)
+    if faults := _faults(run):
+        raise ArgumentErrors(faults)
     run.notes += map(run.spell_out, remarks(run))
     return run

@@ -33,7 +33,7 @@ from megatron.config.groups import Config
 from megatron.config.metadata import flag_name
 from megatron.config.options import FIELDS
 from megatron.config.stages import AUTO
-from megatron.config.validate import checked, cross_field_faults
+from megatron.config.validate import cross_field_faults, resolve
 from megatron.model.kernels import choose_kernels
 from megatron.model.stages import Stage
 from megatron.parallel.schedule import Kind, build_schedule
@@ -272,7 +272,7 @@ class Search:
         computes it.
         """
         asked = changed(self.config, change)
-        config = checked(asked, self.world_size, self.vocab_size).config
+        config = resolve(asked, self.world_size, self.vocab_size).config
         model = StepModel(config, self.vocab_size, self.world_size, device=self.hardware.device)
         kinds = model.operations.shape.of_units, config.optimizer.optimizer_cpu_offload
         if kinds not in self.with_kernels:
