@@ -1,14 +1,12 @@
 """The persistent Gloo worlds themselves."""
 
 import os
-import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import pool  # noqa: I001  # tests/distributed, not torch's
-from distributed.pool import Hang, RankError, World
+from distributed.pool import RankError
 
 
 def add_ranks(n):
@@ -21,32 +19,6 @@ def fail_on(rank):
     if dist.get_rank() == rank:
         raise ValueError(f"only rank {rank} knows this")
     dist.barrier()
-
-
-def wait_without(rank):
-    if dist.get_rank() != rank:
-        dist.barrier()
-
-
-def die_on(rank):
-    if dist.get_rank() == rank:
-        os._exit(7)
-    time.sleep(60)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.fixture
-def world():
-    """Two ranks of this test alone."""
-    made = World(2)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -74,20 +46,3 @@ def test_an_exception_is_shown_with_its_rank_and_the_world_lives_on(gloo_world, 
     assert "in fail_on" in text and "ValueError: only rank 1 knows this" in text
     assert "ranks [0] had not ended" in text
     assert [rank for _, rank, *_ in gloo_world(2).run(add_ranks, 1)] == [0, 1]
-
-
-def test_a_hang_ends_with_the_stacks_and_the_world_is_restarted(world):
-    before = [pid for pid, *_ in world.run(add_ranks, 1)]
-    message = r"ranks \[1\] of 2 had not ended after 1 s\n(.|\n)*in wait_without"
-    with pytest.raises(Hang, match=message):
-        world.run(wait_without, 0, timeout=1)
-    after = [pid for pid, *_ in world.run(add_ranks, 1)]
-    assert not set(before) & set(after) and not any(map(is_alive, before))
-    world.close()
-    assert not any(map(is_alive, after))
-
-
-def test_a_dead_rank_is_named(world, short_grace):
-    with pytest.raises(RankError, match="rank 1 of 2:\nthe process ended with exit code 7"):
-        world.run(die_on, 1)
-    assert not world.processes

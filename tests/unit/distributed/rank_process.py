@@ -1,4 +1,4 @@
-"""One rank of a job, for test_processes.py: `python rank_process.py WHAT`, started by torchrun.
+"""One rank of a job, for test_processes.py, started by torchrun.
 
 It ends as pretrain_gpt.py does, and prints what it saw as one line of JSON.
 """
@@ -6,7 +6,6 @@ It ends as pretrain_gpt.py does, and prints what it saw as one line of JSON.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -21,15 +20,11 @@ import pretrain_gpt
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import choose_device, connect, disconnect, make_groups, read_launch
 
-WHAT = sys.argv[1]
-
 
 def main(config, _notes, **_: object) -> int:
     launch = read_launch()
     device, backend = choose_device(launch, config.distributed)
     connect(launch, backend, config.distributed.distributed_timeout_minutes, config.to_dict())
-    if WHAT == "bug" and launch.rank == 1:
-        raise ValueError("a fault of ours")
     groups = make_groups(Layout(dp=launch.world_size), None)
     total = torch.ones((), device=device) + launch.rank
     dist.all_reduce(total, group=groups.world.group)
@@ -52,8 +47,7 @@ def main(config, _notes, **_: object) -> int:
 
 
 megatron.training.pretrain.pretrain = main
-lr = 0.2 if WHAT == "flags" and os.environ.get("RANK") == "1" else 0.1
-FLAGS = f"""--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8
---micro-batch-size 1 --train-iters 1 --lr {lr} --mock-data --tokenizer-type NullTokenizer
+FLAGS = """--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8
+--micro-batch-size 1 --train-iters 1 --lr 0.1 --mock-data --tokenizer-type NullTokenizer
 --vocab-size 9 --distributed-timeout-minutes 0.5"""
 sys.exit(pretrain_gpt.main(FLAGS.split()))
