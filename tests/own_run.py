@@ -13,13 +13,13 @@ from megatron.training import pretrain
 
 
 @contextlib.contextmanager
-def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Inside, runs print nothing, and each (target, name) is another value."""
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[io.StringIO]:
+    """Inside, runs print into the yielded text, and each (target, name) is another value."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         for change in ((pretrain, "disconnect", lambda: None), *changes):
             stack.enter_context(mock.patch.object(*change))
-        yield
+        yield printed
 
 
 def exit_code(flags: Iterable[str], **options: Any) -> int:

@@ -15,14 +15,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
+from own_run import replaced
 from programs import without_plan
 from torch import Tensor
 
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.training import pretrain
 from pretrain_gpt import main
 
 FIELDS = {
@@ -70,20 +69,15 @@ def run_here(argv: list[str]) -> str:
     """The run on this rank, with one thread; what it printed. Raises AssertionError with its
     messages when it fails.
     """
-    threads, out, err = torch.get_num_threads(), io.StringIO(), io.StringIO()
+    threads, err = torch.get_num_threads(), io.StringIO()
     torch.set_num_threads(1)
     try:
-        with (
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-            mock.patch.object(pretrain, "disconnect", lambda: None),
-            without_plan(),
-        ):
+        with replaced() as printed, contextlib.redirect_stderr(err), without_plan():
             code = main(argv)
     finally:
         torch.set_num_threads(threads)
-    assert code == 0, f"exit code {code}: {err.getvalue() or out.getvalue()[-2000:]}"
-    return out.getvalue()
+    assert code == 0, f"exit code {code}: {err.getvalue() or printed.getvalue()[-2000:]}"
+    return printed.getvalue()
 
 
 def read_rows(path: Path) -> Rows:
