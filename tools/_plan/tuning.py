@@ -176,19 +176,17 @@ def _experts(plan: MemoryPlan, found: Estimate) -> Iterator[str]:
         yield (
             f"--expert-model-parallel-size {ep} spans nodes of {node} GPUs, and tokens on their "
             f"way take {share:.0%} of a step"
-            + _with_flag(plan, found, "distributed", "expert_model_parallel_size", node // etp)
+            + _with_flag(plan, found, "expert_model_parallel_size", node // etp)
         )
-    gain = _with_flag(plan, found, "distributed", "overlap_moe_expert_parallel_comm", True)
+    gain = _with_flag(plan, found, "overlap_moe_expert_parallel_comm", True)
     if gain:
         yield f"nothing is computed while tokens travel, {share:.0%} of a step{gain}"
 
 
-def _with_flag(
-    plan: MemoryPlan, found: Estimate, group: str, name: str, value: int | str | bool
-) -> str:
-    """What another value of a flag brings, where it is faster: time, and memory."""
+def _with_flag(plan: MemoryPlan, found: Estimate, name: str, value: int | bool) -> str:
+    """What another value of a layout's flag brings, where it is faster: time, and memory."""
     try:
-        asked = plan.config.with_fields(group, **{name: value})
+        asked = plan.config.with_fields("distributed", **{name: value})
         config = resolve(asked, plan.world_size, plan.vocab_size).config
     except UserError:
         return ""
