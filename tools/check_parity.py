@@ -8,12 +8,12 @@ zero-bubble, zero-bubble-v), vN (virtual stages on each pipeline rank), auto (st
 sp (sequence parallelism), a2a, allgather, p2p or a2aN+p2p (--cp-comm-type), epN and etpN (experts),
 paired (--overlap-moe-expert-parallel-comm), zeroN (a ZeRO stage), shardN (--zero-shard-size), kept
 (--zero3-keep-gathered), offload (the optimizer on the host), param-offload (weights too), serial
-(no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags are kept, except that the
-run has the given layout, stops after --steps iterations, computes in float64 and sums and keeps
-nothing in bf16, does not save, load, evaluate or use trackers, and logs metrics (with the parameter
-norm) every iteration. Shrink the model with further flags (--num-layers 2); the last of two equal
-flags counts. In float64 rounding is far below the gate, so what differs by more is a bug. Exit
-code: 0 noise, 1 bug, 2 a run failed.
+(no data-parallel communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags are kept,
+except that the run has the given layout, stops after --steps iterations, computes in float64 and
+sums and keeps nothing in bf16, does not save, load, evaluate or use trackers, and logs metrics
+(with the parameter norm) every iteration. Shrink the model with further flags (--num-layers 2); the
+last of two equal flags counts. In float64 rounding is far below the gate, so what differs by more
+is a bug. Exit code: 0 noise, 1 bug, 2 a run failed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PROGRAM = find_spec("pretrain_gpt").origin  # its file, in a checkout and where 
 GATE = 1e-10
 SWITCHES = {
     "sp": "--sequence-parallel",
-    "serial": "--no-overlap-grad-reduce --no-overlap-param-gather --no-tp-comm-overlap",
+    "serial": "--no-overlap-grad-reduce --no-overlap-param-gather",
     "mapping": "--use-tp-pp-dp-mapping",
     "auto": "--pipeline-model-parallel-layout auto",
     "kept": "--zero3-keep-gathered",

@@ -56,7 +56,7 @@ SCHEDULES = {
     "zero-bubble": "--pipeline-schedule zero-bubble",
     "zero-bubble-v": "--pipeline-schedule zero-bubble-v",
 }
-SERIAL = "--no-overlap-grad-reduce --no-overlap-param-gather --no-tp-comm-overlap"
+SERIAL = "--no-overlap-grad-reduce --no-overlap-param-gather"
 TRITON = " ".join(
     f"--{operator}-backend triton"
     for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross-entropy")
@@ -154,7 +154,6 @@ def _tensor() -> list[GoldenRun]:
         _one("tp2", 2, f"{TP2} {DROPOUT}"),
         _one("tp2, llama, bf16", 2, f"{TP2} {LLAMA} --bf16"),
         _one("tp2 sp", 2, f"{SP} {DROPOUT}"),
-        _one("tp2 sp, serial", 2, f"{SP} {LLAMA} {SERIAL}"),
         _one("tp2 sp, fp16", 2, f"{SP} {LLAMA} {FP16}"),
         _one("tp2 sp, fp64, grouped", 2, f"{SP} {LLAMA} {GROUPED} --fp64 --qk-layernorm"),
         _one("tp2 sp, recompute, documents", 2, f"{SP} {DROPOUT} {FULL} {DOCUMENTS}"),

@@ -496,8 +496,6 @@ class DistributedConfig:
     """Stages as text, E embedding, t layer, L head and loss: Et*3|(tt|)*6tL; auto: by cost."""
     sequence_parallel: bool = flag(False, change=ROUNDING)
     """Shard activations of norms, dropout and residuals over the TP ranks. Sends no more bytes."""
-    tp_comm_overlap: bool = flag(True, idle_without="tensor_model_parallel_size>1", change=ROUNDING)
-    """Overlap the collectives of tensor parallelism with independent GEMMs."""
     overlap_grad_reduce: bool = flag(True, idle_without="replicas>1", change=ROUNDING)
     """Reduce gradients during the backward pass. Costs time on CPUs whose cores all compute."""
     zero_stage: Literal[0, 1, 2, 3] = flag(0, change=ROUNDING)

@@ -198,7 +198,6 @@ class WeightGrad(NamedTuple):
     x: Tensor
     dy_axis: Axis = ALONE
     x_axis: Axis = ALONE
-    overlap: bool = True  # what is gathered comes alongside another one's GEMM
     gemm: Callable[..., None] | None = None
 
     def start(self) -> Callable[[], None]:
@@ -213,7 +212,7 @@ def add_weight_grads(deferred: list[WeightGrad]) -> None:
     started: deque[Callable[[], None]] = deque()
     while deferred or started:
         # One all-gather ahead of the GEMM that runs.
-        while deferred and len(started) < (2 if deferred[0].overlap else 1):
+        while deferred and len(started) < 2:
             started.append(deferred.pop(0).start())
         finish = started.popleft()
         finish()
@@ -300,7 +299,7 @@ class _ColumnLinear(torch.autograd.Function):
         if not tp.sequence:
             return gemm(x, weight, bias)
         # All-gather of x along the sequence: whole, or in pieces that are multiplied as they come.
-        if not _cuts(tp, x, weight, weight.shape[0]):
+        if not worth_cutting(x, weight, weight.shape[0]):
             return gemm(all_gather(x, tp.axis), weight, bias)
         whole = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
         y = x.new_empty((*whole.shape[:-1], weight.shape[0]))
@@ -321,16 +320,12 @@ class _ColumnLinear(torch.autograd.Function):
         # FP8 scales of a tensor or row: dgrad's all-reduce of maxima is queued behind that gather.
         x_axis = tp.axis if tp.sequence else ALONE
         gathering = start_all_gather(x, x_axis) if computes_wgrad else None
-        if gathering is not None and not tp.overlap:
-            gathering.wait()
 
         # dgrad, and the sum over the ranks, which runs while wgrad is computed
         dx, dy_for_wgrad = dgrad(dy, weight, weight_grad=computes_wgrad)
         start = start_reduce_scatter if tp.sequence else start_all_reduce
         summing = start(dx, tp.axis)
         del dx  # under sequence parallelism it is whole, and read once
-        if not tp.overlap:
-            summing.wait()
 
         # wgrad and the bias's gradient, of this rank's outputs
         _add_gradients(
@@ -358,7 +353,7 @@ class _RowLinear(torch.autograd.Function):
         if not tp.sequence:
             # Each rank's output is a part of the sum over the inputs.
             y = all_reduce(gemm(x, weight), tp.axis)
-        elif _cuts(tp, x, weight, weight.shape[0] // 2):
+        elif worth_cutting(x, weight, weight.shape[0] // 2):
             # the first half of the outputs is summed alongside the GEMM of the second
             halves = [start_reduce_scatter(linear(x, half), tp.axis) for half in weight.chunk(2)]
             y = torch.cat([half.wait() for half in halves], dim=-1)
@@ -375,7 +370,7 @@ class _RowLinear(torch.autograd.Function):
 
         # dgrad: under SP dy is gathered along the sequence first, or piece by piece with the GEMMs
         dy_for_wgrad: Tensor | Quantised
-        if tp.sequence and _cuts(tp, dy, weight, weight.shape[1]):
+        if tp.sequence and worth_cutting(dy, weight, weight.shape[1]):
             dy_for_wgrad = dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:]))
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             for rows, part in gather_parts(dy, tp.axis, dy_for_wgrad):
@@ -413,20 +408,18 @@ def _add_gradients(
     if deferred is None:
         accumulate_weight_grad(dy, x, ctx.weight)
     else:
-        overlap = ctx.tp.overlap
-        deferred.append(WeightGrad(ctx.weight, own_dy, x.detach(), dy_axis, x_axis, overlap))
+        deferred.append(WeightGrad(ctx.weight, own_dy, x.detach(), dy_axis, x_axis))
     if ctx.bias is not None:  # summed over tokens in main_grad's precision
         bias_grad = ctx.bias.main_grad
         bias_grad.add_(own_dy.flatten(0, -2).sum(0, dtype=bias_grad.dtype))
 
 
-def _cuts(tp: TensorParallel, x: Tensor, weight: Tensor, outputs: int) -> bool:
-    """Whether a GEMM is cut into pieces while others are communicated; of FP8 none is."""
-    return tp.overlap and getattr(weight, FP8, None) is None and worth_cutting(x, outputs)
-
-
-def worth_cutting(x: Tensor, outputs: int) -> bool:
-    """Whether a piece of a GEMM of x [s, b, i] has a tile for each multiprocessor of a GPU."""
+def worth_cutting(x: Tensor, weight: Tensor, outputs: int) -> bool:
+    """Whether a GEMM of x [s, b, i] is cut into pieces of that many outputs, one of which is
+    computed while others are communicated; of FP8 none is.
+    """
+    if getattr(weight, FP8, None) is not None:
+        return False
     # A wave of tiles fills the GPU; a piece with fewer would leave multiprocessors idle.
     tiles = -(-x.shape[:-1].numel() // TILE[0]) * -(-outputs // TILE[1])
     return not x.is_cuda or tiles >= multiprocessors(x.device)

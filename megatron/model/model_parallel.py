@@ -19,7 +19,6 @@ class TensorParallel:
     kv: Axis = ALONE
     # between matrices each rank has an equal part of the sequence (SP)
     sequence: bool = False
-    overlap: bool = True  # collectives run alongside the GEMMs that do not depend on them
     experts: Axis = ALONE  # of expert-tensor-parallel ranks: those that hold other experts
 
     @cached_property
@@ -57,12 +56,7 @@ class ModelParallel:
     @classmethod
     def of(cls, groups: Groups, distributed: DistributedConfig) -> ModelParallel:
         """Of a rank with these groups."""
-        tp = TensorParallel(
-            groups.tp,
-            groups.kv,
-            sequence=distributed.sequence_parallel,
-            overlap=distributed.tp_comm_overlap,
-        )
+        tp = TensorParallel(groups.tp, groups.kv, sequence=distributed.sequence_parallel)
         gathers = distributed.cp_comm_type == "allgather"
         cp = ContextParallel(groups.cp, gathers, groups.cp_heads, groups.cp_ring)
         experts = TensorParallel(groups.etp, experts=groups.ep)

@@ -381,14 +381,14 @@ gpt: tp4 sp, dp4, tp2 dp2, tp2 sp dp2, tp2 sp dp2 serial, tp2 sp dp2 mapping, pp
 gpt: pp2 interleaved v2 tp2 sp, pp2 zero-bubble-v tp2 sp, pp2 1f1b dp2 zero2
 gpt: pp2 zero-bubble dp2 zero2, pp2 zero-bubble dp2 zero3, pp2 zero-bubble-v dp2 zero1, tp8 sp
 gpt: dp8, tp4 dp2, tp4 sp dp2, tp2 dp4, tp2 sp dp4, pp4 1f1b auto dp2 zero3
-mqa-bias: tp2 sp serial, pp2 1f1b, dp2 zero1, dp2 zero2, dp2 zero3 kept, tp2 sp dp2 mapping
+mqa-bias: tp2 sp, pp2 1f1b, dp2 zero1, dp2 zero2, dp2 zero3 kept, tp2 sp dp2 mapping
 mqa-bias: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
-documents: tp2 sp serial, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, pp2 gpipe dp2 zero2
+documents: tp2 sp, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, pp2 gpipe dp2 zero2
 documents: pp2 zero-bubble-v dp2 zero3 kept, pp2 interleaved v2 tp2 dp2 mapping
 documents: pp4 1f1b auto dp2 zero1
-ramp-up: tp2 sp serial, pp2 interleaved v2, pp2 zero-bubble drawn, pp2 zero-bubble-v counted
+ramp-up: tp2 sp, pp2 interleaved v2, pp2 zero-bubble drawn, pp2 zero-bubble-v counted
 ramp-up: dp2 zero3 kept, tp2 sp dp2 mapping, pp2 gpipe dp2 zero1, pp4 1f1b auto dp2 zero2
-recompute: tp2 sp serial, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, dp2 zero3 kept
+recompute: tp2 sp, pp2 zero-bubble drawn, pp2 zero-bubble-v counted, dp2 zero3 kept
 recompute: tp2 sp dp2 mapping, pp4 1f1b auto, pp2 gpipe dp2 zero1, pp2 interleaved v2 dp2 zero2
 mqa-qknorm-bias: dp2 serial, pp2 1f1b, dp2 zero1, dp2 zero2, tp2 sp dp2 mapping
 mqa-qknorm-bias: pp2 zero-bubble tp2 sp, pp2 interleaved v2 dp2, pp4 zero-bubble-v
@@ -473,7 +473,7 @@ grads moe: dp4 ep2
 fp16 moe-bias: dp2 ep2, pp2 zero-bubble dp2 ep2 zero3
 mla: tp2, tp2 sp, cp2, cp2 p2p, dp2 zero1, pp2 1f1b, pp2 zero-bubble, dp2 offload zero2
 mla-bias: tp4, tp4 sp, tp2 sp dp2 zero3
-mla-full: tp2 sp serial
+mla-full: tp2 sp
 mla-dropout: tp2 sp dp2, cp2, cp2 p2p tp2 sp, pp2 interleaved v2
 mla-documents: tp2 sp, cp2 tp2 sp, cp2 p2p
 mla-up: tp2 sp, cp2 a2a, dp2 zero3, pp2 zero-bubble tp2 sp
@@ -492,7 +492,7 @@ fp8-rows: tp2, tp2 sp, cp2
 fp8-blocks: tp2, tp2 sp, pp2 1f1b dp2 zero2
 fp8-blocks-some: tp2 sp, cp2 tp2
 tiled: tp2 sp, tp4 sp, cp2 tp2 sp, dp2 zero3, pp2 interleaved v2, pp2 zero-bubble tp2 sp
-tiled-dropout: tp2, tp2 sp serial, cp2 a2a, dp2 zero1, pp2 zero-bubble-v dp2 zero2
+tiled-dropout: tp2, tp2 sp, cp2 a2a, dp2 zero1, pp2 zero-bubble-v dp2 zero2
 tiled-recompute: tp2 sp, dp2 zero3 kept, pp2 1f1b, pp2 zero-bubble dp2 zero3
 tiled-fp8: tp2
 bf16 tiled: tp2 sp

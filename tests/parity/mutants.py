@@ -11,7 +11,7 @@ from parity.layouts import Row, read_row
 
 TABLE = r"""
 = megatron/model/layer.py TransformerLayer.__init__
-no sum of layer norms | llama tp2 sp serial
+no sum of layer norms | llama tp2 sp
     grad_sum=parallel.tp.sequence =>
         grad_sum=parallel.tp.sequence and not name.endswith("input_norm")
 = megatron/model/mlp.py MLP.__init__

@@ -365,7 +365,7 @@ class Draw:
         """Of sequences, optimizer, gradients and weights."""
         found = []
         if sizes["tp"] > 1:
-            found += self.drawn("?0.6 --sequence-parallel", "?0.2 --no-tp-comm-overlap")
+            found += self.drawn("?0.6 --sequence-parallel")
         if sizes["cp"] > 1:
             found += self.drawn("--cp-comm-type allgather|a2a|p2p|a2a+p2p")
             if found[-1] == "a2a+p2p":

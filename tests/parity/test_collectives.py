@@ -54,28 +54,26 @@ def in_layers(gloo_world, size, shared, flags=""):
     return by_rank[0]
 
 
-@pytest.mark.parametrize("overlap", ["", "--no-tp-comm-overlap"], ids=["overlap", "serial"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_tensor_parallelism(gloo_world, size, overlap):
+def test_tensor_parallelism(gloo_world, size):
     """A layer: 2 all-reduces forward, 2 backward, each of s b h elements."""
     bytes_each = 2 * (size - 1) / size * ACTIVATION
-    assert in_layers(gloo_world, size, TP, overlap) == {
+    assert in_layers(gloo_world, size, TP) == {
         "all-reduce forward _RowLinear.forward": (2, bytes_each),
         "all-reduce backward _ColumnLinear.backward": (2, bytes_each),
     }
 
 
-@pytest.mark.parametrize("overlap", ["", "--no-tp-comm-overlap"], ids=["overlap", "serial"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_sequence_parallelism(gloo_world, size, overlap):
+def test_sequence_parallelism(gloo_world, size):
     """A layer: 2 all-gathers and 2 reduce-scatters forward, the same backward, and 2 all-gathers of
-    sharded inputs for weight gradients. Overlapped, each reduce-scatter of a forward pass is two of
-    half the bytes.
+    sharded inputs for weight gradients. Each reduce-scatter of a forward pass is two of half the
+    bytes.
     """
-    halves, each = 1 if overlap else 2, (size - 1) / size * ACTIVATION
-    assert in_layers(gloo_world, size, TP, f"--sequence-parallel {overlap}") == {
+    each = (size - 1) / size * ACTIVATION
+    assert in_layers(gloo_world, size, TP, "--sequence-parallel") == {
         "all-gather forward _ColumnLinear.forward": (2, each),
-        "reduce-scatter forward _RowLinear.forward": (2 * halves, each / halves),
+        "reduce-scatter forward _RowLinear.forward": (4, each / 2),
         "all-gather backward _RowLinear.backward": (2, each),
         "all-gather backward _ColumnLinear.backward": (2, each),
         "reduce-scatter backward _ColumnLinear.backward": (2, each),

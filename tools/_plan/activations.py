@@ -190,7 +190,6 @@ def unit_config(config: Config) -> Config:
         distributed=DistributedConfig(
             tensor_model_parallel_size=distributed.tensor_model_parallel_size,
             sequence_parallel=distributed.sequence_parallel,
-            tp_comm_overlap=distributed.tp_comm_overlap,
             context_parallel_size=distributed.context_parallel_size,
             cp_comm_type=distributed.cp_comm_type,
             hierarchical_context_parallel_sizes=distributed.hierarchical_context_parallel_sizes,

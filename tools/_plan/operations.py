@@ -31,7 +31,6 @@ class Operations:
     def __init__(
         self, config: Config, vocab_size: int, program: Program = OURS, device: str = "cuda"
     ):
-        distributed = config.distributed
         precision, is_fp8 = config.precision, config.precision.fp8_format is not None
         self.engine_fp8 = precision if program.transformer_engine and is_fp8 else None
         if program.fused_softmax:
@@ -39,7 +38,7 @@ class Operations:
         if self.engine_fp8 is not None:
             config = config.with_fields("precision", fp8_format=None)
         self.program, self.shape = program, Shape(config, vocab_size, device)
-        self.tp, self.overlaps = distributed.tensor_model_parallel_size, distributed.tp_comm_overlap
+        self.tp = config.distributed.tensor_model_parallel_size
         self.tokens, self.hidden = self.shape.tokens, config.model.hidden_size
         self.vocab = padded_vocab_size(vocab_size, config.model, self.tp) // self.tp
         self.size = precisions(config)
@@ -58,8 +57,9 @@ class Operations:
         if self.program.fused_softmax:
             work = work.changed(_with_scores)
         if self.program.transformer_engine:
-            work = work.changed(_ring_hidden)
-            work = work.changed(_in_chunks) if self.overlaps else work
+            work = work.changed(_ring_hidden).changed(_in_chunks)
+        if self.program.serial:
+            work = work.changed(_serial)
         return work if self.engine_fp8 is None else work.changed(self._quantised)
 
     def embedding(self) -> UnitWork:
@@ -107,6 +107,11 @@ class Operations:
 def _in_chunks(work: Work) -> Work:
     """With all collectives of tensor parallelism alongside GEMMs."""
     return _hidden(work, "products", lambda each: each.axis == "tp")
+
+
+def _serial(work: Work) -> Work:
+    """With no collective of tensor parallelism alongside anything."""
+    return _hidden(work, "", lambda each: each.axis == "tp")
 
 
 def _hidden(work: Work, hidden_by: str, chosen: Callable[[Exchange], bool]) -> Work:

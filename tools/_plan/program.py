@@ -21,7 +21,7 @@ class Program:
     alongside GEMMs, and a tensor is quantised in one pass that writes it twice, as it is and
     transposed. `gathered_inputs`: under sequence parallelism, projections keep the
     gathered hidden states. `activated_gate`: SwiGLU keeps its activated gate. `normed`: norms keep
-    what they multiply by their weight.
+    what they multiply by their weight. `serial`: no tensor-parallel collective overlaps.
     """
 
     generation: int | None = None
@@ -32,6 +32,7 @@ class Program:
     gathered_inputs: bool = False
     activated_gate: bool = False
     normed: bool = False
+    serial: bool = False
 
 
 OURS = Program()

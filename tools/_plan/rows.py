@@ -46,13 +46,13 @@ SOURCES = {
     # Megatron-DeepSpeed of 2022: nothing overlaps; kernels that are not fused, and the state of
     # random generators that is saved around each recomputed layer
     "VIA-Research/vTrain": Publisher(
-        ("--no-overlap-grad-reduce", "--no-tp-comm-overlap", "--grad-reduce-in-bf16"),
-        Program(launches=4.0),
+        ("--no-overlap-grad-reduce", "--grad-reduce-in-bf16"),
+        Program(launches=4.0, serial=True),
     ),
     # Gradients in 16 bits. The rest is what the code of github.com/Aleph-Alpha/scaling shows.
     "Aleph-Alpha/": Publisher(
-        ("--no-tp-comm-overlap", "--main-grads-dtype", "bf16"),
-        Program(whole_logits=True, gathered_inputs=True, activated_gate=True),
+        ("--main-grads-dtype", "bf16"),
+        Program(whole_logits=True, gathered_inputs=True, activated_gate=True, serial=True),
         gpu="A100-80-SXM",
         balanced_stages=True,
     ),
@@ -293,8 +293,6 @@ def _that_act(row: Row, flags: list[str], replicas: float) -> list[str]:
     if replicas == 1:
         drop = ("--grad-reduce-in-bf16", "--no-overlap-grad-reduce")
         flags = [flag for flag in flags if flag not in drop]
-    if number(row, "tp") == 1:
-        flags = [flag for flag in flags if flag != "--no-tp-comm-overlap"]
     if number(row, "cp", 1) == 1 and "--cp-comm-type" in flags:
         at = flags.index("--cp-comm-type")
         del flags[at : at + 2]

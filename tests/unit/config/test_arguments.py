@@ -262,7 +262,6 @@ def test_one_fault(argv, fault):
         ("--train-samples 1e6", "train_samples", 1_000_000),
         ("--rampup-batch-size 16 16 5859375", "rampup_batch_size", (16, 16, 5859375)),
         ("--tokenizer-type Llama2Tokenizer", "tokenizer_type", "SentencePieceTokenizer"),
-        ("--no-async-tensor-model-parallel-allreduce", "tp_comm_overlap", False),
     ],
 )
 def test_spellings(words, field, value):

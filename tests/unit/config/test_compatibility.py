@@ -100,7 +100,7 @@ ANSWERS = """
     fault --exp-avg-dtype fp8: moments are kept in fp32 or bf16; give --exp-avg-dtype bf16
     fault --exp-avg-sq-dtype fp16: moments are kept
 --tp-comm-overlap --no-async-tensor-model-parallel-allreduce
-    fault --no-async-tensor-model-parallel-allreduce: contradicts
+    note --tp-comm-overlap, --no-async-tensor-model-parallel-allreduce: the collectives of tensor
 --moe-loss-coeff 0.01
     note --moe-loss-coeff: has no effect without --num-experts
 --attention-head-type multihead --use-torch-compile=0

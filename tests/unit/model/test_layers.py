@@ -176,8 +176,8 @@ def test_a_norm_without_kernels_is_computed_by_torch(backend, monkeypatch):
 def test_a_product_is_cut_where_a_piece_fills_a_gpu(monkeypatch, tokens, outputs, cut):
     monkeypatch.setattr(linear_module, "multiprocessors", lambda device: {"a GPU": 132}[device])
     on_gpu = SimpleNamespace(shape=torch.Size((tokens, 1, 12)), is_cuda=True, device="a GPU")
-    assert linear_module.worth_cutting(on_gpu, outputs) is cut
-    assert linear_module.worth_cutting(torch.empty(1, 1, 12), 1)  # on a CPU always
+    assert linear_module.worth_cutting(on_gpu, None, outputs) is cut
+    assert linear_module.worth_cutting(torch.empty(1, 1, 12), None, 1)  # on a CPU always
 
 
 # ---- attention ----

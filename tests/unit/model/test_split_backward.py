@@ -18,17 +18,14 @@ from megatron.model.linear import ColumnLinear, RowLinear, add_weight_grads, def
 from megatron.model.model_parallel import NO_TP, TensorParallel
 
 S, B, H, F = 8, 2, 12, 24
-SHARED = ((2, False, True), (2, False, False), (2, True, True), (2, True, False), (4, True, True))
+SHARED = ((2, False, True), (2, True, True), (2, True, False), (4, True, True))
 
 
-def mode(size, sequence, overlap):
+def mode(size, sequence):
     if size == 1:
         return NO_TP
-    return TensorParallel(
-        build_groups(Layout(tp=size), dist.get_rank(), dist.new_group).tp,
-        sequence=sequence,
-        overlap=overlap,
-    )
+    tp = build_groups(Layout(tp=size), dist.get_rank(), dist.new_group).tp
+    return TensorParallel(tp, sequence=sequence)
 
 
 def pair(tp, dtype=torch.float64):
@@ -63,8 +60,12 @@ def gradients(layers):
     return [parameter.main_grad.clone() for parameter in layers.parameters()]
 
 
-def check_parts(*which):
-    tp = mode(*which)
+def check_parts(size, sequence, is_cut):
+    with mock.patch.object(linear_module, "worth_cutting", lambda *_: is_cut):
+        compare_parts(mode(size, sequence))
+
+
+def compare_parts(tp):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         expected, layers = pair(tp, dtype), pair(tp, dtype)
         dx = backward(expected, tp, dtype)
@@ -94,13 +95,13 @@ def check_parts(*which):
         )
 
 
-@pytest.mark.parametrize("size, sequence, overlap", [(1, False, True), *SHARED])
-def test_two_parts_are_the_whole(gloo_world, size, sequence, overlap):
-    gloo_world(size).run(check_parts, size, sequence, overlap)
+@pytest.mark.parametrize("size, sequence, is_cut", [(1, False, True), *SHARED])
+def test_two_parts_are_the_whole(gloo_world, size, sequence, is_cut):
+    gloo_world(size).run(check_parts, size, sequence, is_cut)
 
 
-def order_of_work(overlap):
-    tp, events = mode(2, True, overlap), []
+def order_of_work():
+    tp, events = mode(2, True), []
     layers = pair(tp)
     with deferring_weight_grads(layers) as left:
         backward(layers, tp), backward(layers, tp)
@@ -119,17 +120,14 @@ def order_of_work(overlap):
     return events
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-def test_a_gather_runs_beside_the_product_before(gloo_world, overlap):
+def test_a_gather_runs_beside_the_product_before(gloo_world):
     """Never more than one ahead, since what is gathered is size times what was kept."""
-    expected = (
-        ["gather", *["gather", "product"] * 3, "product"] if overlap else ["gather", "product"] * 4
-    )
-    assert gloo_world(2).run(order_of_work, overlap) == [expected] * 2
+    expected = ["gather", *["gather", "product"] * 3, "product"]
+    assert gloo_world(2).run(order_of_work) == [expected] * 2
 
 
 def collectives_of_parts():
-    tp, ledger = mode(2, True, True), Ledger()
+    tp, ledger = mode(2, True), Ledger()
     layers = pair(tp)
     with ledger.open():
         with deferring_weight_grads(layers) as left:

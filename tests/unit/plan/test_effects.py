@@ -43,14 +43,20 @@ L16K = model(21, 16384, 128, 16, 53248)
 
 
 def seconds(
-    flags: str, world: int, batch: int, seq: int = 8192, micro: int = 1, generation: int = 3
+    flags: str,
+    world: int,
+    batch: int,
+    seq: int = 8192,
+    micro: int = 1,
+    generation: int = 3,
+    serial: bool = False,
 ) -> float:
     """Seconds of a step on H100s."""
     sizes = f"--seq-length {seq} --micro-batch-size {micro} --global-batch-size {batch} "
     words = (flags + " " + sizes + RUN + "--vocab-size 128256").split()
     config = resolve(parse_arguments(words).config, world, 128256).config
     # those with the third generation of attention were measured with TransformerEngine
-    program = Program(generation=generation, transformer_engine=generation == 3)
+    program = Program(generation, transformer_engine=generation == 3, serial=serial)
     step = StepModel(config, 128256, world, program)
     return step.time(load_hardware("h100")).seconds
 
@@ -112,7 +118,7 @@ EFFECTS = {
     "collectives of tensor parallelism overlapped with GEMMs, 70B": (
         0.09,
         (L70B + FULL + layout(8, zero=3), 256, 512, 8192, 16, 2),
-        (L70B + FULL + "--no-tp-comm-overlap " + layout(8, zero=3), 256, 512, 8192, 16, 2),
+        (L70B + FULL + layout(8, zero=3), 256, 512, 8192, 16, 2, True),
     ),
     "the optimizer in host memory": (
         1 / 4.2 - 1,
@@ -126,7 +132,7 @@ OFF = {
     "collectives of tensor parallelism overlapped with GEMMs, 8B": (
         0.10,
         (L8B + layout(8), 8, 16),
-        (L8B + "--no-tp-comm-overlap " + layout(8), 8, 16),
+        (L8B + layout(8), 8, 16, 8192, 1, 3, True),
     ),
     "8 instead of 4 tensor-parallel ranks, 70B, fp8": (
         -0.28,

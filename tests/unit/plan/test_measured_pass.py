@@ -9,7 +9,7 @@ import pytest
 from megatron.tools._plan.activations import HEAD, Shape, layer_stage
 from megatron.tools._plan.layer_run import LayerRun
 from megatron.tools._plan.measured_pass import Between, MeasuredPass
-from step_models import EXPERTS, TP2, VOCABULARY, resolved
+from step_models import EXPERTS, VOCABULARY, resolved
 
 from megatron.model.recompute import NO_RECOMPUTE, WHOLE, LayerRecompute, choice_of
 from megatron.model.stages import Stage
@@ -18,8 +18,6 @@ LATENT = (
     "--multi-latent-attention --qk-layernorm --kv-lora-rank 512 --qk-head-dim 128 "
     "--qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-shared-expert-intermediate-size 1024 "
 )
-# larger ones are cut into pieces
-WHOLE_GEMMS = "--no-tp-comm-overlap "
 
 
 EP, SAMPLES = "--expert-model-parallel-size", "--micro-batch-size"
@@ -39,7 +37,7 @@ def size(each: MeasuredPass) -> tuple:
 @pytest.mark.parametrize(
     "setting, flags, index, choice",
     [
-        (SAMPLES, TP2 + WHOLE_GEMMS + f"{EP} 8 " + LATENT, 1, NO_RECOMPUTE),
+        (SAMPLES, f"{EP} 8 " + LATENT, 1, NO_RECOMPUTE),
         (SAMPLES, "", 1, choice_of("layernorm+moe")),
         (SAMPLES, "--vocab-size 2000 ", -1, NO_RECOMPUTE),
         (EP, "", 1, WHOLE),

@@ -18,7 +18,7 @@ FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 192 --seq-length 32 "
     "--micro-batch-size 2 --global-batch-size 16 --bf16 --swiglu --normalization RMSNorm "
     "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
-    "--attention-dropout 0 --hidden-dropout 0 --attention-backend sdpa --no-tp-comm-overlap "
+    "--attention-dropout 0 --hidden-dropout 0 --attention-backend sdpa "
     "--vocab-size 50000 --mock-data --train-iters 10 --lr 1e-4 --tokenizer-type NullTokenizer "
 )
 WORLD, VOCABULARY = 8, 50000

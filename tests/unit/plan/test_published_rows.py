@@ -64,7 +64,7 @@ def test_a_row_is_planned_as_the_program_that_ran_it():
         "gpus": "64", "global_batch": "512", "kernels": "FlashAttention-2, unfused RMSNorm",
     }  # fmt: skip
     assert program_of(row) == Program(
-        whole_logits=True, gathered_inputs=True, activated_gate=True, normed=True
+        whole_logits=True, gathered_inputs=True, activated_gate=True, normed=True, serial=True
     )
     assert not program_of(row | {"kernels": "fused RMSNorm kernel"}).normed
     assert program_of(row | {"source": "elsewhere"}) == Program(normed=True)
