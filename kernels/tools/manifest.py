@@ -2,16 +2,15 @@
 kernels/manifest.json.
 
     python kernels/tools/manifest.py                    # compare
-    python kernels/tools/manifest.py --quick            # a part: below
+    python kernels/tools/manifest.py --quick            # those without the manifest's key
     python kernels/tools/manifest.py --only norm        # kernels with this in their name
     python kernels/tools/manifest.py --rows trial.py    # the rows of another file's `aot()`
     python kernels/tools/manifest.py --write            # write the manifest anew
 
-The exit code is 1 where a kernel breaks a rule or differs from the manifest. --quick takes all of
-sm_90, and of the other architectures about one configuration an operator; what has the key in the
-manifest is compiled for that one configuration alone: the compiler's own key of a kernel, its
-source, its options and the architecture, from which nothing else can come out. --only prints what
-each kernel compiles to; --rows is for trying configurations; --write is for a change that is meant.
+The exit code is 1 where a kernel breaks a rule or differs from the manifest. --quick does not
+compile what has the manifest's key: the compiler's own key of a kernel, its source, its options and
+the architecture, from which nothing else can come out. --only prints what each kernel compiles to;
+--rows is for trying configurations; --write is for a change that is meant.
 
 The rows are those of kernels/tools/shipped.py, with the table kernels/configurations.json. Rules,
 independent of the manifest: matrix products use wgmma on sm_90, tcgen05 on sm_100 and nothing
@@ -62,11 +61,6 @@ COUNTED = {
 COUNTED_TOO = {80: {"cp_async": r"LDGSTS"}, 100: {"tcgen05": r"UTC\w*MMA"}}  # by major version
 # what matrix products have to be, by major version; on a newer one as on sm_80
 PRODUCTS = {80: ("old_mma", "HMMA"), 90: ("wgmma", "wgmma"), 100: ("tcgen05", "tcgen05")}
-SUBSET = (
-    r"attention_(forward|dkv|dq)_128_causal$|attention_prepare_128| rms_norm_bf16_4096| "
-    r"swiglu_bf16$|adamw .*bf16 weights bf16|plain$|dropout_add_bf16|"
-    r"squares fp32|rotary_bf16_40"
-)
 ORDER = 0.02  # measured: up to 0.7%, by the order in which the compiler goes over its sets
 SPILL = 8  # measured: 152 and 160 bytes of one kernel, by the same
 # of kernels that are written warp by warp
@@ -243,7 +237,7 @@ def work(file: str | None, names: list[str], manifest: dict[str, Facts]) -> None
         try:
             key = {} if file else {"key": key_of(known[name])}
             held = manifest.get(name, {})
-            again = file or held.get("key") != key["key"] or re.search(SUBSET, name)
+            again = file or held.get("key") != key["key"]
             facts = compile_row(known[name]) | key if again else held | {"held": True}
         except Exception as error:
             *_, last = ["", *str(error).strip().splitlines()]
@@ -308,7 +302,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="of sm_80 and sm_100 a subset")
+    parser.add_argument("--quick", action="store_true", help="those without the manifest's key")
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains it")
     parser.add_argument("--rows", metavar="FILE", help="a Python file with a function aot()")
     parser.add_argument("--write", action="store_true", help="write the manifest")
@@ -327,22 +321,13 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def selection(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The kernels that are compiled, by name."""
-    return {
-        name: row
-        for name, row in rows(arguments.rows, arguments.only).items()
-        if not arguments.quick or row.arch == lang.HOPPER or re.search(SUBSET, name)
-    }
-
-
 def main() -> int:
     arguments = parse_arguments()
     if arguments.compile:
         held = json.loads(MANIFEST.read_text()).get(lang.triton.__version__, {})
         work(arguments.rows, arguments.compile, held if arguments.quick else {})
         return 0
-    selected = selection(arguments)
+    selected = rows(arguments.rows, arguments.only)
     found = compile_all(list(selected), arguments.jobs, arguments.rows, quick=arguments.quick)
     broken = [
         f"{name}: {fault}" for name, row in selected.items() for fault in faults(row, found[name])
@@ -371,8 +356,7 @@ def keep_or_compare(
     elif arguments.rows:
         return []
     elif version in manifest:
-        whole = not arguments.only and not arguments.quick
-        return differences(found, manifest[version], whole=whole)
+        return differences(found, manifest[version], whole=not arguments.only)
     else:
         print(
             f"the manifest is of Triton {', '.join(manifest)}, this is {version}: only the "

