@@ -1,5 +1,5 @@
-"""The compile-only gate: every shipped kernel has the manifest's key or compiles as it lists, and what
-breaks a rule is found.
+"""The compile-only gate: every shipped kernel has the manifest's key or compiles as it lists, and
+what breaks a rule is found.
 """
 
 import json
