@@ -111,12 +111,13 @@ def _take_lengths(reading: Reading, given: dict[str, Words]) -> None:
 
 
 def _tokens(words: Words) -> int:
+    given = " ".join(words)
     try:
-        count = float(" ".join(words))
+        count = float(given)
     except ValueError:
         count = math.nan
     if not 0 <= count < math.inf:
-        raise UserError("expected one number of 0 or more")
+        raise UserError(f"{given or 'no value'}: expected one number of 0 or more")
     return int(count)
 
 
