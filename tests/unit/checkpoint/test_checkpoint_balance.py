@@ -19,6 +19,7 @@ from megatron.distributed.groups import Groups, build_groups, group_options, lay
 from megatron.model.build import build_model
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import build_run_blocks
+from megatron.parallel.zero import Zero
 
 MOST = 1.02  # of the fullest rank by the mean
 BASE = """--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
@@ -50,12 +51,9 @@ def optimizers(config: Config, ranks: int) -> Iterator[tuple[Groups, Optimizer]]
             **group_options(config),
         )
         model = build_model(config, config.data.vocab_size + 1, groups, torch.device("cpu"))
-        yield (
-            groups,
-            Optimizer(
-                build_run_blocks(config, model, torch.device("meta"), groups), config, groups
-            ),
-        )
+        blocks = build_run_blocks(config, model, torch.device("meta"), groups)
+        zero = Zero(model, blocks, groups, config.distributed)
+        yield groups, Optimizer(blocks, config, groups, zero)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
