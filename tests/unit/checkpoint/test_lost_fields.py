@@ -15,7 +15,7 @@ import pretrain_gpt
 from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
-from megatron.config.metadata import KERNEL, ROUNDING, can_act
+from megatron.config.metadata import KERNEL, ROUNDING
 from megatron.config.options import FIELDS
 
 # Follow from other fields in a resolved model.
@@ -55,7 +55,8 @@ def changed_models(model: ModelConfig):
         ):
             changed = dataclasses.replace(model, **{field.name: value})
             run = RunView(Config(model=changed), 1, None)
-            if can_act(field.metadata, run):
+            conditions = (*field.metadata["needs"], *field.metadata["idle_without"])
+            if all(map(run.holds, conditions)):
                 yield field.name, changed
 
 
