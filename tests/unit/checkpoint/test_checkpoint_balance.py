@@ -8,17 +8,15 @@ import statistics
 from collections.abc import Iterator
 
 import pytest
-import torch
+from unit.meta_rank import build_rank
 
 from megatron.checkpoint.boxes import tiles
 from megatron.checkpoint.writer import own_part, shard_bytes
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
-from megatron.distributed.groups import Groups, build_groups, group_options, layout_of
-from megatron.model.build import build_model
+from megatron.distributed.groups import Groups
 from megatron.optimizer.optimizer import Optimizer
-from megatron.parallel.blocks import build_run_blocks
 from megatron.parallel.zero import Zero
 
 MOST = 1.02  # of the fullest rank by the mean
@@ -44,14 +42,7 @@ def optimizers(config: Config, ranks: int) -> Iterator[tuple[Groups, Optimizer]]
     """
     config = resolve(config, ranks, None).config
     for rank in range(ranks):
-        groups = build_groups(
-            layout_of(config, ranks),
-            rank,
-            lambda ranks, group_desc: object(),
-            **group_options(config),
-        )
-        model = build_model(config, config.data.vocab_size + 1, groups, torch.device("cpu"))
-        blocks = build_run_blocks(config, model, torch.device("meta"), groups)
+        groups, model, blocks = build_rank(config, config.data.vocab_size + 1, ranks, rank)
         zero = Zero(model, blocks, groups, config.distributed)
         yield groups, Optimizer(blocks, config, groups, zero)
 

@@ -12,22 +12,20 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.tools._plan.silent import SilentGroup
 from parity import worker
 from parity.compare import bits_off, ranks_agree
 from parity.layouts import BASE, RATES
 from parity.worker import Outcome, run_case
+from unit.meta_rank import build_rank
 
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import OptimizerConfig
 from megatron.config.validate import resolve
-from megatron.distributed.groups import build_groups, group_options, layout_of
-from megatron.model.build import build_model
 from megatron.optimizer import nvme
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.update import StepScalars
-from megatron.parallel.blocks import build_run_blocks, on_host_of
+from megatron.parallel.blocks import on_host_of
 
 SMALL = 4096  # elements of a part of a file: layers of these models have several
 FLAGS = (*BASE, "--micro-batch-size", "2")
@@ -193,12 +191,9 @@ def test_both_ends_of_a_pipeline_step_a_tied_matrix_alike(fraction, wanted):
     """The kernels of host and device round differently."""
     more = f"{PP} 1f1b {PART} --optimizer-offload-fraction {fraction}"
     config = resolve(parse_arguments([*FLAGS, *more.split()]).config, 2, 50).config
-    layout, options = layout_of(config, 2), group_options(config)
     found = []
     for rank in range(2):
-        groups = build_groups(layout, rank, lambda *_, **__: SilentGroup(gloo=True), **options)
-        model = build_model(config, 50, groups, torch.device("meta"))
-        blocks = build_run_blocks(config, model, torch.device("meta"), groups)
+        _, _, blocks = build_rank(config, 50, 2, rank)
         assert fraction == "1" or sum(block.on_host for block in blocks) == 1
         found.append(blocks[0 if rank == 0 else -1].on_host)
     assert found == wanted

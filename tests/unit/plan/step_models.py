@@ -10,6 +10,10 @@ from megatron.config.groups import Config
 from megatron.config.validate import resolve
 
 VOCABULARY, TOKENS, HIDDEN, HEADS, CHOICES = 32000, 4096, 2048, 16, 4
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights "
+)
 DENSE = (
     f"--num-layers 8 --hidden-size {HIDDEN} --num-attention-heads {HEADS} "
     "--ffn-hidden-size 5632 --swiglu --normalization RMSNorm --position-embedding-type rope "
@@ -26,13 +30,20 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parall
 H100 = load_hardware("h100")
 
 
+def model(layers: int, hidden: int, heads: int, groups: int, ffn: int, more: str = LLAMA) -> str:
+    """Flags of a model's sizes."""
+    sizes = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
+    grouped = f"--group-query-attention --num-query-groups {groups} " if groups != heads else ""
+    return f"{sizes}--ffn-hidden-size {ffn} {grouped}{more}"
+
+
 def asked(flags: str) -> Config:
     """As parsed."""
     return parse_arguments(flags.split()).config
 
 
-def resolved(flags: str, world: int = 8) -> Config:
-    return resolve(asked(flags), world, VOCABULARY).config
+def resolved(flags: str, world: int = 8, vocabulary: int = VOCABULARY) -> Config:
+    return resolve(asked(flags), world, vocabulary).config
 
 
 def step(flags: str, world: int = 8) -> StepModel:

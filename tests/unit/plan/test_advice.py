@@ -10,10 +10,9 @@ import pytest
 from megatron.tools._plan.advice import Machine, order_of_peaks, transfers
 from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.table import banner_lines, memory_report
+from step_models import LLAMA, resolved
 
-from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
-from megatron.config.validate import resolve
 
 VOCAB = 50257
 COMMON = (
@@ -24,15 +23,11 @@ GPT2 = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 64 "
     "--max-position-embeddings 1024"
 )
-SEVEN = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --swiglu
---normalization RMSNorm --disable-bias-linear
---position-embedding-type rope --untie-embeddings-and-output-weights"""
+SEVEN = f"--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 {LLAMA}"
 
 
 def configure(flags: str, world: int, *more: object) -> Config:
-    return resolve(
-        parse_arguments([*COMMON.split(), *flags.split(), *map(str, more)]).config, world, VOCAB
-    ).config
+    return resolved(" ".join([COMMON, flags, *map(str, more)]), world, VOCAB)
 
 
 @pytest.mark.parametrize(

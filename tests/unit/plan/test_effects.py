@@ -8,27 +8,14 @@ import pytest
 from megatron.tools._plan.hardware import load_hardware
 from megatron.tools._plan.program import Program
 from megatron.tools._plan.step import StepModel
+from step_models import model, resolved
 
-from megatron.config.arguments import parse_arguments
-from megatron.config.validate import resolve
-
-LLAMA = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--untie-embeddings-and-output-weights "
-)
 RUN = (
     "--bf16 --attention-dropout 0 --hidden-dropout 0 --mock-data --train-iters 10 --lr 1e-4 "
     "--tokenizer-type NullTokenizer --grad-reduce-in-bf16 "
 )
 FP8 = "--fp8-format hybrid --fp8-min-width 1 "
 FULL = "--recompute-granularity full "
-
-
-def model(layers: int, hidden: int, heads: int, groups: int, ffn: int, more: str = LLAMA) -> str:
-    """Flags of a model's sizes."""
-    sizes = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
-    grouped = f"--group-query-attention --num-query-groups {groups} " if groups != heads else ""
-    return f"{sizes}--ffn-hidden-size {ffn} {grouped}{more}"
 
 
 SELECTIVE = "--recompute-granularity selective --recompute-modules "
@@ -53,8 +40,7 @@ def seconds(
 ) -> float:
     """Seconds of a step on H100s."""
     sizes = f"--seq-length {seq} --micro-batch-size {micro} --global-batch-size {batch} "
-    words = (flags + " " + sizes + RUN + "--vocab-size 128256").split()
-    config = resolve(parse_arguments(words).config, world, 128256).config
+    config = resolved(f"{flags} {sizes} {RUN} --vocab-size 128256", world, 128256)
     # those with the third generation of attention were measured with TransformerEngine
     program = Program(generation, transformer_engine=generation == 3, serial=serial)
     step = StepModel(config, 128256, world, program)

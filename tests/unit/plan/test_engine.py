@@ -7,10 +7,9 @@ import torch
 from megatron.tools._plan.engine import META, CountedGroup, Ledger
 from megatron.tools._plan.memory import rank_memories
 from megatron.tools._plan.silent import SilentGroup
+from step_models import resolved
 
-from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
-from megatron.config.validate import resolve
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.distributed.groups import Axis
 from megatron.parallel import zero_plan
@@ -23,7 +22,7 @@ FLAGS = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} 
 
 
 def configure(*more: str) -> Config:
-    return resolve(parse_arguments([*FLAGS.split(), *more]).config, 2, VOCAB).config
+    return resolved(" ".join([FLAGS, *more]), 2, VOCAB)
 
 
 def peak(config: Config) -> int:

@@ -11,9 +11,8 @@ from megatron.tools._plan.layer_run import META, LiveBytes, MeasuredGroup
 from megatron.tools._plan.operation_log import OperationLog
 from megatron.tools._plan.operations import Operations
 from megatron.tools._plan.work import Core, Exchange, Product
+from step_models import resolved
 
-from megatron.config.arguments import parse_arguments
-from megatron.config.validate import resolve
 from megatron.distributed.collectives import start_all_gather
 from megatron.distributed.groups import Axis
 from megatron.model.recompute import NO_RECOMPUTE
@@ -106,8 +105,7 @@ def test_launches_are_those_that_were_counted():
         "--micro-batch-size 1 --lr 1 --train-iters 1 --tokenizer-type NullTokenizer "
         f"--vocab-size 99 {case['flags']} --attention-backend triton"
     )
-    config = resolve(parse_arguments(flags.split()).config, 1, 100).config
-    layer = Operations(config, 100).layer(1, NO_RECOMPUTE)
+    layer = Operations(resolved(flags, 1, 100), 100).layer(1, NO_RECOMPUTE)
     assert layer.forward.launches == case["launches"]["forward"]["layer and micro-batch"]
 
 

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from megatron.tools._plan import program_memory
 from megatron.tools._plan.activations import Shape
 from megatron.tools._plan.program import Program
+from step_models import resolved
 from unit.zero.tracker import LiveBytes
 
-from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
-from megatron.config.validate import resolve
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 192 --seq-length 32 "
@@ -27,7 +26,7 @@ TP2 = "--tensor-model-parallel-size 2 "
 
 
 def config_of(flags: str) -> Config:
-    return resolve(parse_arguments((FLAGS + flags).split()).config, WORLD, VOCABULARY).config
+    return resolved(FLAGS + flags, WORLD, VOCABULARY)
 
 
 def test_a_logit_takes_what_torchs_loss_of_whole_logits_takes():

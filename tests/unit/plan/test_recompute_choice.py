@@ -23,19 +23,16 @@ from megatron.tools._plan.recompute import (
     worthwhile,
 )
 from megatron.tools._plan.table import banner_lines, memory_report
+from step_models import LLAMA, resolved
 
-from megatron.config.arguments import parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.recompute import layer_words
-from megatron.config.validate import resolve
 
 VOCAB = 1024
 COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3
 --train-iters 2 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --micro-batch-size 2
 --bf16 --attention-dropout 0 --hidden-dropout 0"""
-LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
---untie-embeddings-and-output-weights"""
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 128"
 CASES = {  # ranks, layers, flags
@@ -52,8 +49,7 @@ CASES = {  # ranks, layers, flags
 
 def configure(name: str, *more: str) -> Config:
     world, layers, flags = CASES[name]
-    words = [*COMMON.split(), "--num-layers", str(layers), *flags.split(), *more]
-    return resolve(parse_arguments(words).config, world, VOCAB).config
+    return resolved(" ".join([COMMON, f"--num-layers {layers}", flags, *more]), world, VOCAB)
 
 
 def steps_of(name: str) -> PlannedSteps:

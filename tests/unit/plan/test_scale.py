@@ -13,34 +13,22 @@ from unittest import mock
 import pytest
 import torch
 from megatron.tools._plan.memory import PlannedSteps, rank_memories
+from step_models import LLAMA, model, resolved
+from unit.meta_rank import build_rank
 
-from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
-from megatron.config.validate import resolve
-from megatron.distributed.groups import build_groups, group_options, layout_of
-from megatron.model.build import build_model
+from megatron.distributed.groups import layout_of
 from megatron.parallel import blocks as optimizer_blocks
-from megatron.parallel.blocks import Block, build_run_blocks
+from megatron.parallel.blocks import Block
 
 RUN = """--bf16 --mock-data --micro-batch-size 1 --train-iters 1 --lr 1 --attention-dropout 0
 --hidden-dropout 0 --recompute-granularity full"""
-LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
---untie-embeddings-and-output-weights"""
-GROUPED = f"{LLAMA} --group-query-attention --num-query-groups 8"
-
-
-def model(layers: int, hidden: int, heads: int, seq: int, more: str) -> str:
-    """Flags of a model's sizes."""
-    sizes = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}"
-    return f"{sizes} --seq-length {seq} {more}"
-
-
 # vocabulary, flags
 MODELS = {
-    "7B": (32000, model(32, 4096, 32, 4096, f"{LLAMA} --ffn-hidden-size 11008")),
-    "70B": (128256, model(80, 8192, 64, 8192, f"{GROUPED} --ffn-hidden-size 28672")),
-    "175B": (50257, model(96, 12288, 96, 2048, "")),
-    "405B": (128256, model(126, 16384, 128, 8192, f"{GROUPED} --ffn-hidden-size 53248")),
+    "7B": (32000, model(32, 4096, 32, 32, 11008, f"{LLAMA} --seq-length 4096")),
+    "70B": (128256, model(80, 8192, 64, 8, 28672, f"{LLAMA} --seq-length 8192")),
+    "175B": (50257, model(96, 12288, 96, 96, 49152, "--seq-length 2048")),
+    "405B": (128256, model(126, 16384, 128, 8, 53248, f"{LLAMA} --seq-length 8192")),
 }
 # ranks, tp, pp
 LAYOUTS = {
@@ -58,21 +46,14 @@ def configure(name: str, world: int, flags: str, tp: int = 1, pp: int = 1) -> Co
         layout += f" --tensor-model-parallel-size {tp} --sequence-parallel"
     if pp > 1:
         layout += f" --pipeline-model-parallel-size {pp}"
-    config = parse_arguments(f"{RUN} {sizes} {layout} {flags}".split()).config
-    return resolve(config, world, vocab).config
+    return resolved(f"{RUN} {sizes} {layout} {flags}", world, vocab)
 
 
-def blocks_of(name: str, config: Config, world: int, rank: int = 0) -> list[Block]:
+def blocks_of(name: str, config: Config, world: int, pipe: int = 0) -> list[Block]:
     """The blocks that training would build on the first rank of a pipeline rank."""
-    layout = layout_of(config, world)
-    groups = build_groups(
-        layout,
-        layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank}),
-        lambda ranks, group_desc: None,
-        **group_options(config),
-    )
-    model = build_model(config, MODELS[name][0], groups, torch.device("cpu"))
-    return build_run_blocks(config, model, torch.device("meta"), groups)
+    rank = layout_of(config, world).rank({"tp": 0, "cp": 0, "dp": 0, "pp": pipe})
+    _, _, blocks = build_rank(config, MODELS[name][0], world, rank)
+    return blocks
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:
@@ -120,7 +101,7 @@ def test_the_plan_is_what_the_blocks_take(stage, name):
     ],
 )
 def test_every_pipeline_rank_of_several_or_empty_stages(pp, layers, flags):
-    sizes = model(layers, 64, 4, 64, flags)
+    sizes = model(layers, 64, 4, 4, 256, f"--seq-length 64 {flags}")
     with mock.patch.dict(MODELS, small=(301, sizes)):
         config = configure("small", 2 * pp, "", 2, pp)
         planned = rank_memories(config, 301, 2 * pp)

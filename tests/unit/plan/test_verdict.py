@@ -8,11 +8,10 @@ import pytest
 from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.table import zero_lines
 from megatron.tools._plan.verdict import check_host_memory, judge, memory_verdict
+from step_models import resolved
 
 import pretrain_gpt
-from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
-from megatron.config.validate import resolve
 from tools.plan import run
 
 VOCABULARY = 50257
@@ -26,8 +25,7 @@ def words(extra: str = "") -> list[str]:
 
 
 def plan_of(extra: str = "") -> MemoryPlan:
-    config = resolve(parse_arguments(words(extra)).config, 8, VOCABULARY).config
-    return MemoryPlan(config, VOCABULARY, 8)
+    return MemoryPlan(resolved(f"{SMALL} {extra}", 8, VOCABULARY), VOCABULARY, 8)
 
 
 def gib(plan: MemoryPlan) -> float:

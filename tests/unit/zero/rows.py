@@ -12,6 +12,8 @@ KIB = 1024
 GRID = 64  # elements on which every tensor begins
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SMALL = {"layers": 6, "hidden": 112, "heads": 4, "seq": 32, "vocab": 1024}  # 1.0M parameters
+FOUR = tuple({**SMALL, "layers": 4}.items())  # a layer for each stage of a V
+V, SPLIT = "--pipeline-schedule zero-bubble-v", "--pipeline-schedule zero-bubble"
 COMMON = """--mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64
 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3
 --micro-batch-size 1 --train-iters 2 --log-interval 1 --eval-interval 1 --eval-iters 1

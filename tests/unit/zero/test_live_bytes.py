@@ -10,17 +10,14 @@ import pytest
 import torch.distributed as dist
 from selection import one_in
 from unit.zero.measure import measure
-from unit.zero.rows import RECOMPUTE, SMALL, Row, faults, fullest
+from unit.zero.rows import FOUR, RECOMPUTE, SMALL, SPLIT, Row, V, faults, fullest
 from unit.zero.tracker import CALLS
 
 from megatron.distributed.collectives import NATIVE
 
 PIECES = 1 << 15  # of the small model: small enough that no bound is met by chance
-V = "--pipeline-schedule zero-bubble-v"
-SPLIT = "--pipeline-schedule zero-bubble"
 HOST = "--param-cpu-offload"
 LARGE_VOCABULARY = tuple({**SMALL, "vocab": 4096, "layers": 4}.items())
-FOUR = tuple({**SMALL, "layers": 4}.items())  # a layer for each stage of a V
 
 # Every pair of stage, ranks, pipeline and micro-batches, and of stage and precision; then what may
 # upset it.

@@ -5,11 +5,9 @@ them, and the losses are a CPU's.
 from __future__ import annotations
 
 import pytest
-from unit.zero.rows import SMALL, Row
+from unit.zero.rows import FOUR, SPLIT, Row, V
 from unit.zero.streams import losses_of, races
 
-FOUR = tuple({**SMALL, "layers": 4}.items())
-V, SPLIT = "--pipeline-schedule zero-bubble-v", "--pipeline-schedule zero-bubble"
 NARROW, TP = "--grad-reduce-in-bf16", "--tensor-model-parallel-size 2"
 SERIAL = "--no-overlap-grad-reduce --no-overlap-param-gather"
 HOST, PARAM_HOST = "--optimizer-cpu-offload", "--param-cpu-offload"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from parity.ledger import Call, count
-from unit.zero.rows import PRECISIONS, SMALL, Row
+from unit.zero.rows import FOUR, PRECISIONS, SPLIT, Row, V
 
 from megatron.distributed.groups import ALONE
 from megatron.observe.stragglers import BLOCKS, SECTIONS
@@ -20,9 +20,6 @@ from megatron.parallel.zero import sum_partial_gradients
 TESTS = Path(__file__).resolve().parents[2]
 STEPS = 2
 NO_EVALUATION = "--eval-iters 0"
-V = f"--pipeline-schedule zero-bubble-v {NO_EVALUATION}"
-SPLIT = f"--pipeline-schedule zero-bubble {NO_EVALUATION}"
-FOUR = tuple({**SMALL, "layers": 4}.items())
 
 
 def schedule_of(row: Row) -> str:
@@ -115,9 +112,8 @@ ROWS = [
     Row(2, 2, 1, 4, flags=f"--grad-reduce-in-bf16 {NO_EVALUATION}"),
     Row(2, 2, 2, 4, flags=NO_EVALUATION),
     Row(3, 2, 2, 4, model="llama", flags=NO_EVALUATION),
-    Row(3, 2, 2, 4, flags=SPLIT),
-    Row(2, 2, 2, 4, flags=V, size=FOUR),
-    Row(3, 2, 2, 4, flags=V, size=FOUR),
+    Row(3, 2, 2, 4, flags=f"{SPLIT} {NO_EVALUATION}"),
+    *(Row(stage, 2, 2, 4, flags=f"{V} {NO_EVALUATION}", size=FOUR) for stage in (2, 3)),
 ]
 
 

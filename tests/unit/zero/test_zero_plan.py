@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from megatron.tools._plan.silent import SilentGroup
+from unit.meta_rank import META, build_rank
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
-from megatron.distributed.groups import build_groups, group_options, layout_of
-from megatron.model.build import build_model, hidden_shape
-from megatron.parallel.blocks import Block, build_run_blocks
+from megatron.model.build import hidden_shape
+from megatron.parallel.blocks import Block
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import Kind, build_schedule
@@ -28,13 +26,9 @@ FLAGS = (
 def pipeline_of(ranks: int, flags: str) -> Pipeline:
     """The executor of data-parallel rank 0, with tensors that have no memory."""
     config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, ranks, VOCAB).config
-    layout, options = layout_of(config, ranks), group_options(config)
-    groups = build_groups(layout, 0, lambda *_, **__: SilentGroup(gloo=True), **options)
-    meta = torch.device("meta")
-    model = build_model(config, VOCAB, groups, meta)
-    blocks = build_run_blocks(config, model, meta, groups)
+    groups, model, blocks = build_rank(config, VOCAB, ranks)
     zero = Zero(model, blocks, groups, config.distributed)
-    return Pipeline(model, zero, LayerRunner(), (0,), hidden_shape(config), groups, meta)
+    return Pipeline(model, zero, LayerRunner(), (0,), hidden_shape(config), groups, META)
 
 
 def gathered(zero: Zero, calls: Calls) -> list[tuple[Block, ...]]:
