@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.benchmarks.loopback import own_loopback, sent_bytes  # noqa: F401
 from parity.worker import run_case
 from torch.distributed import distributed_c10d
+from unit.zero.tracker import frames
 
 from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
 from megatron.model.layer import TransformerLayer
@@ -50,17 +51,10 @@ class Call:
     tag: int = 0
 
 
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _who() -> tuple[str, str]:
     """(kind of the call in distributed/collectives.py, the function that called it)."""
     kind = None
-    for frame in _frames():
+    for frame in frames():
         name = frame.f_code.co_qualname
         if Path(frame.f_code.co_filename).name == "collectives.py":
             kind = KINDS.get(name.split(".")[0], kind)

@@ -70,7 +70,8 @@ class Span:
     where: str  # line of ours that ran when the total was largest
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
+    """Those that the function which asks was called from."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
@@ -81,7 +82,7 @@ def _origin() -> tuple[str, str]:
     """(kind by the code that is running, its line): of what is made for a weight gradient, or by
     the optimizer or ZeRO, `scratch`.
     """
-    for frame in _frames():
+    for frame in frames():
         file = frame.f_code.co_filename
         if not file.startswith(MEGATRON) or file.endswith("distributed/collectives.py"):
             continue
