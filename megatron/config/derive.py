@@ -174,7 +174,7 @@ class RunView:
     def _holds(self, field: str, sign: str, values: str) -> bool:
         value = getattr(self, field)
         if sign == ">":
-            return value is not None and value > int(values)
+            return value is not None and value > float(values)
         if not sign:
             return value is not None and value != FIELDS[field].default
         if values == "None":

@@ -179,6 +179,13 @@ tokenizer_type=NullTokenizer mock_data=False vocab_size:
     @vocab_size: the end of document is one more id; Megatron-LM's --vocab-size N, which counts it,
     is --vocab-size N-1 here
 save=None skip_train=False: --save is not set: no checkpoints or metrics will be written
+# 1 - beta below half the spacing of bf16 just above a power of two, 2**-8
+exp_avg_dtype=bf16 adam_beta1>0.996:
+    @exp_avg_dtype: with @adam_beta1 a step changes the moment by less than bf16 can hold, so it
+    hardly decays; give --adam-beta1 0.99 or less, or keep it in fp32
+exp_avg_sq_dtype=bf16 adam_beta2>0.996:
+    @exp_avg_sq_dtype: with @adam_beta2 a step changes the moment by less than bf16 can hold, so it
+    hardly decays; give --adam-beta2 0.99 or less, or keep it in fp32
 """
 
 # Two numbers, how they must be to each other, after `if` where, and another fix: a multiple or a

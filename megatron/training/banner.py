@@ -231,13 +231,15 @@ def git_state(root: Path) -> dict[str, Any] | None:
     """
     if not (root / ".git").exists():
         return None
-    # Without locks: the checkout may be shared by many jobs. Untracked files are data and logs.
-    command = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude *".split()
+    # Without locks (`describe --dirty` would write the index): the checkout may be shared by many
+    # jobs. Untracked files are data and logs.
+    command = "git --no-optional-locks status --porcelain=v2 --branch --untracked-files=no".split()
     try:
         done = subprocess.run(
             command, cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    commit, _, dirty = done.stdout.strip().partition("-")
-    return {"commit": commit, "dirty": dirty == "dirty"}
+    # Lines with # are the state of the branch, its commit first; all others are changed files.
+    lines = done.stdout.splitlines()
+    return {"commit": lines[0].split()[-1], "dirty": not lines[-1].startswith("#")}

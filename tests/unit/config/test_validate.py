@@ -379,6 +379,8 @@ NOTES = """
     --activation gelu is the exact (erf) form
 !--mock-data --tokenizer-type NullTokenizer --data-path a
     --vocab-size 100: the end of document is one more id
+--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16
+    --exp-avg-sq-dtype bf16: with --adam-beta2 0.999 a step changes the moment by less than bf16
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 from megatron.config.groups import Config
@@ -28,7 +29,10 @@ def test_git_state(tmp_path, monkeypatch):
     git(tmp_path, "tag", "-m", "a name", "v1")
     clean = {"commit": git(tmp_path, "rev-parse", "HEAD"), "dirty": False}
     (tmp_path / "untracked").write_text("")
+    index = (tmp_path / ".git" / "index").read_bytes()
+    os.utime(file, (0, 0))
     assert git_state(tmp_path) == clean
+    assert (tmp_path / ".git" / "index").read_bytes() == index, "a lock was taken"
     file.write_text("2")
     assert git_state(tmp_path) == {**clean, "dirty": True}
     (tmp_path / "below").mkdir()
