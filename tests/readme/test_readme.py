@@ -91,7 +91,7 @@ def quickstart_did_its_work(shown: str, clone: Path, steps: int) -> None:
     for done in (half, steps):
         assert re.search(rf"iteration +{done}/ +{steps} ", shown)
     assert re.search(r"validation loss.*expected.*got", shown), shown[-2000:]
-    assert re.search(r"ROMEO\.\n.*\w{3}", shown)
+    assert re.search(r"ROMEO\.\n\s*\S.*\w{3}", shown)
     page = (clone / "quickstart/report.html").read_text()
     assert page.count("<svg") >= 4
     assert (clone / "quickstart/run/metrics.jsonl").exists() and (
