@@ -7,15 +7,14 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.distributed.logs import LineFormatter
+from megatron.distributed.logs import JobHandler
 
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
     """The lines that this process logs in the block."""
     lines: list[str] = []
-    handler = logging.Handler()
-    handler.setFormatter(LineFormatter())
+    handler = JobHandler()
     handler.emit = lambda record: lines.append(handler.format(record))
     logger = logging.getLogger("megatron")
     level = logger.level

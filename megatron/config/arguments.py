@@ -39,11 +39,9 @@ def dump_config(config: Config) -> str:
 
 def _rule_faults(config: Config, unsure: set[str]) -> list[str]:
     """Faults of the rules between fields, except those about the flags `unsure`."""
-    distributed = config.distributed
-    tensor = max(1, distributed.tensor_model_parallel_size)
-    pipeline = max(1, distributed.pipeline_model_parallel_size)
-    # the launcher's ranks are not known here
-    world = distributed.world_size or tensor * pipeline
+    layout = config.distributed
+    smallest = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    world = layout.world_size or max(1, smallest)  # the launcher's ranks are not known here
     return [
         fault
         for fault in cross_field_faults(config, world, None)

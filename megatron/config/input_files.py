@@ -34,11 +34,11 @@ KINDS = {
     float: "a number",
     type(None): "null",
 }
-TAG = "tag:yaml.org,2002:"  # of the values that YAML knows by itself
 INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)")
-DECIMAL = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+DECIMAL = re.compile(r"[-+]?((0|[1-9]\d*)\.\d*|\.\d+)([eE][-+]?\d+)?")
 LEADING_ZERO = re.compile(r"[-+]?0[\d_]+")
-AMBIGUOUS = "is a number that versions of YAML read differently; write it"
+WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None}
+WORDS |= dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
 
 
 class InputError(UserError):
@@ -128,16 +128,17 @@ def read_settings(raw: bytes) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of YAML text, in the part of YAML that every version reads alike: maps with text
-    keys, lists, text and decimal numbers. Raises InputError, with the line, for all else: numbers
-    like 010, 1:30 and 0x10, dates, binary data, aliases, keys twice, values nested too deep.
+    """The value of YAML text: maps, lists, and outside of quotation marks null, true, false and
+    decimal numbers. All else is text, such as 1:30, 0x10 and dates, which versions of YAML read
+    differently. Raises InputError for numbers like 010, aliases, keys twice, values nested too
+    deep.
     """
     try:
         import yaml
     except ImportError:
         raise InputError("it is not JSON, and PyYAML is not installed to read it as YAML") from None
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
+        node = yaml.compose(text, yaml.BaseLoader)
         value = None if node is None else _yaml_value(node, set())
     except RecursionError:
         raise InputError("nested too deep") from None
@@ -149,40 +150,25 @@ def parse_yaml(text: str) -> Any:
 
 
 def _yaml_value(node: Any, seen: set[int]) -> Any:
-    kind, text = node.tag.removeprefix(TAG), node.value
-    fault = ""
+    where, text = f"line {node.start_mark.line + 1}", node.value
     if id(node) in seen:
-        fault = "aliases are not read here; write the value out"
-    elif kind in ("int", "float") and not DECIMAL.fullmatch(text):
-        fault = f"{text} {AMBIGUOUS} in decimal digits, or as text in quotation marks"
-    elif kind == "str" and node.style is None and LEADING_ZERO.fullmatch(text):
-        fault = f"{text} {AMBIGUOUS} without leading zeros"
-    elif kind not in ("map", "seq", "null", "bool", "int", "float", "str"):
-        fault = f"a value of the kind {kind} is not read here; put text in quotation marks"
-    if fault:
-        raise InputError(f"line {node.start_mark.line + 1}: {fault}")
+        raise InputError(f"{where}: aliases are not read here; write the value out")
     seen.add(id(node))
-    if kind == "map":
-        return _yaml_map(text, seen)
-    if kind == "seq":
-        return [_yaml_value(item, seen) for item in text]
-    if kind == "bool":
-        return text.lower() in ("true", "yes", "on")
-    if kind in ("int", "float"):
-        return int(text) if INTEGER.fullmatch(text) else float(text)
-    return None if kind == "null" else text
-
-
-def _yaml_map(pairs: list[tuple[Any, Any]], seen: set[int]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        name, where = _yaml_value(key, seen), f"line {key.start_mark.line + 1}"
-        if not isinstance(name, str):
+    if node.id == "sequence":
+        return [_yaml_value(item, seen) for item in node.value]
+    if node.id == "mapping":
+        if any(key.id != "scalar" for key, _ in node.value):
             raise InputError(f"{where}: a key is not text")
-        if name in result:
-            raise InputError(f"{where}: the key {name[:60]!r} occurs twice; keep one")
-        result[name] = _yaml_value(value, seen)
-    return result
+        return _unique_keys([(key.value, _yaml_value(value, seen)) for key, value in node.value])
+    if node.style is not None:  # in quotation marks, or a block of lines
+        return text
+    if LEADING_ZERO.fullmatch(text):
+        raise InputError(f"{where}: {text} is octal in some versions of YAML; drop leading zeros")
+    if INTEGER.fullmatch(text):
+        return int(text)
+    if DECIMAL.fullmatch(text):
+        return float(text)
+    return WORDS.get(text.lower(), text)
 
 
 # ---------------------------------------------------------------- values

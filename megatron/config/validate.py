@@ -347,6 +347,8 @@ def _tokenizer(run: RunView) -> Faults:
 
 # ---------------------------------------------------------------- batches and lengths
 
+MOST_INCREMENTS = 100_000  # of a ramp-up, each a step of batch_steps
+
 
 def _unit(run: RunView) -> str:
     return NUMBERS["batch_unit"].format(run.batch_unit, run=run)
@@ -359,11 +361,11 @@ def _ramp_up(run: RunView) -> Faults:
         yield "@rampup_batch_size: must be three numbers above 0: start increment samples"
         return
     start, increment, _ = ramp_up
-    growth = run.global_batch_size - start
     if start % unit or increment % unit:
         yield f"@rampup_batch_size: start and increment must be multiples of {_unit(run)}"
-    if growth <= 0 or growth % increment:
-        text = "@global_batch_size must be the start plus a number of increments"
+    growth = run.global_batch_size - start
+    if growth not in range(increment, MOST_INCREMENTS * increment + 1, increment):
+        text = f"@global_batch_size must be the start plus 1 to {MOST_INCREMENTS:,} increments"
         yield f"@rampup_batch_size: {text}"
 
 

@@ -21,7 +21,6 @@ from megatron.data.blend import PATTERN, Blend, extend_history, quotas
 from megatron.data.indexed_dataset import DataError, IndexedDataset
 from megatron.data.token_stream import TokenStream, key_of, mix
 
-DEFAULT_SPLIT = "969,30,1"
 EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
 MOCK_DOCUMENT = 100  # tokens, its end-of-document included
 
@@ -203,7 +202,7 @@ class _Opener:
         """The token streams of a split, with their weights."""
         data, cut_by = self.config.data, None
         if data.data_path:
-            paths, cut_by = parse_blend(data.data_path, "--data-path"), data.split or DEFAULT_SPLIT
+            paths, cut_by = parse_blend(data.data_path, "--data-path"), data.split
             if parse_split(cut_by)[SPLITS.index(split)] == 0:
                 return []
         else:

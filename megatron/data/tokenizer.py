@@ -15,7 +15,7 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -306,8 +306,7 @@ def _published_ranks(path: Path, eod: int | None = None) -> dict[bytes, int]:
     `eod` among the ranks is left out.
     """
     lines = path.read_bytes().splitlines()
-    rows = {number: line.split() for number, line in enumerate(lines, 1) if line}
-    return _checked_ranks(rows, eod)
+    return _checked_ranks([line.split() for line in lines if line], eod)
 
 
 def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
@@ -322,16 +321,15 @@ def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
         (entry.get("token_bytes"), entry.get("rank")) if isinstance(entry, dict) else ()
         for entry in entries[:size]
     ]
-    ranks = _checked_ranks(dict(enumerate(rows, 1)))
-    return {token: first + rank for token, rank in ranks.items()}
+    return {token: first + rank for token, rank in _checked_ranks(rows).items()}
 
 
-def _checked_ranks(rows: Mapping[int, Sequence[Any]], eod: int | None = None) -> dict[bytes, int]:
-    """Token -> rank of rows by number, each of a token in base64 and its rank. Raises InputError
-    unless the ranks count up from 0 without `eod`, each once, and every single byte is a token.
+def _checked_ranks(rows: Sequence[Sequence[Any]], eod: int | None = None) -> dict[bytes, int]:
+    """Token -> rank of rows, each of a token in base64 and its rank. Raises InputError unless the
+    ranks count up from 0 without `eod`, each once, and every single byte is a token.
     """
     ranks: dict[bytes, int] = {}
-    for number, row in rows.items():
+    for number, row in enumerate(rows, 1):
         try:
             text, rank = row
             token = base64.b64decode(text, validate=True)

@@ -301,7 +301,6 @@ def _partitions(
     """
     replicas = layout.dp * layout.cp
     axes = {name: Partition((name,), getattr(layout, name)) for name in ORDER}
-    further = _expert_partitions(layout, shard) if experts else {}
     return axes | {
         "world": Partition(ORDER, layout.world),
         "replicas": Partition(("dp", "cp"), replicas),
@@ -310,7 +309,7 @@ def _partitions(
         "kv": Partition(("tp",), share),
         "cp_heads": Partition(("cp",), heads),
         "cp_ring": Partition(("cp",), ring, stride=heads),
-        **further,
+        **(_expert_partitions(layout, shard) if experts else {}),
     }
 
 

@@ -30,9 +30,9 @@ class Interleaver:
     current: ClassVar[Interleaver | None] = None  # of the two that run now
 
     def __init__(self) -> None:
-        cuda = torch.cuda.is_initialized()  # a thread begins on the first device
-        device = torch.cuda.current_device() if cuda else None
-        self.thread = ThreadPoolExecutor(1, "second", _begin_on, (device,))
+        # a thread begins on the first device; -1 changes nothing
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        self.thread = ThreadPoolExecutor(1, "second", torch.cuda.set_device, (device,))
 
     def run_overlapped(
         self, first: Callable[[], First], second: Callable[[], Second]
@@ -80,11 +80,6 @@ class Interleaver:
         if not self.alone:
             self._give_turn(1 - this)
             self._wait_for_turn(this)
-
-
-def _begin_on(device: int | None) -> None:
-    if device is not None:
-        torch.cuda.set_device(device)
 
 
 def yield_turn() -> None:

@@ -21,18 +21,6 @@ from megatron.distributed.peers import own_connection
 LOGGED = "megatron", "py.warnings"  # names of loggers
 
 
-class LineFormatter(logging.Formatter):
-    """Puts the level in front of warnings and errors."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The lines of a record."""
-        text = super().format(record)
-        if record.name == "py.warnings":
-            text = text.partition("\n")[0]  # without the line of code
-        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        return level + text
-
-
 class JobHandler(logging.Handler):
     """The handler of a rank: rank 0 (without a store, a single process) writes everything to
     stdout, others new warnings alone to stderr.
@@ -42,6 +30,14 @@ class JobHandler(logging.Handler):
         super().__init__(logging.WARNING if rank > 0 else logging.NOTSET)
         self.rank = rank
         self.store = store
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The lines of a record, with its level in front of warnings and errors."""
+        text = super().format(record)
+        if record.name == "py.warnings":
+            text = text.partition("\n")[0]  # without the line of code
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return level + text
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, and enter a warning in the store."""
@@ -77,7 +73,6 @@ def job_log() -> Iterator[None]:
         default = dist.distributed_c10d._get_default_store()
         own = own_connection(default, dist.get_world_size())
         handler = JobHandler(dist.get_rank(), PrefixStore("log", own))
-    handler.setFormatter(LineFormatter())
     loggers = [logging.getLogger(name) for name in LOGGED]
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:

@@ -57,6 +57,14 @@ recompute_modules: "[layernorm mlp moe_act]"
     recompute_modules = ('layernorm', 'mlp', 'moe_act')
 hierarchical_context_parallel_sizes: "[2 2]"
     hierarchical_context_parallel_sizes = (2, 2)
+step_batch_size_schedule: [0:16, 2000000:32]
+    step_batch_size_schedule = ('0:16', '2000000:32')
+wandb_exp_name: "1.10"
+    wandb_exp_name = 1.10
+wandb_exp_name: 2024-01-01
+    wandb_exp_name = 2024-01-01
+save: !!python/name:os.system x
+    save = x
 window_size: "127, 0"
     window_size = 128
 bias_swiglu_fusion: true

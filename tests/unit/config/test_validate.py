@@ -78,7 +78,9 @@ RULES = """
 --global-batch-size 16 --rampup-batch-size 4 3 100
     --rampup-batch-size 4 3 100: start and increment must be multiples of
 --global-batch-size 16 --rampup-batch-size 4 8 100
-    --rampup-batch-size 4 8 100: --global-batch-size 16 must be the start plus
+    --rampup-batch-size 4 8 100: --global-batch-size 16 must be the start plus 1 to
+--global-batch-size 400008 --rampup-batch-size 4 4 100
+    --rampup-batch-size 4 4 100: --global-batch-size 400008 must be the start plus 1 to 100,000
 --global-batch-size 16 --step-batch-size-schedule 0:4 1K:8
     --global-batch-size 16: contradicts the last step of --step-batch-size-schedule
 --step-batch-size-schedule 0:5,1K:8 --micro-batch-size 2

@@ -345,10 +345,10 @@ def test_all_faults_are_reported_together(tmp_path):
 def test_a_split_without_documents_is_an_error_and_without_share_is_not(tmp_path):
     prefix = make(tmp_path / "x", 42)
     with pytest.raises(DataError, match="--split 969,30,1 leaves no document of its 42 for test"):
-        build_split(prefix)
+        build_split(prefix, split="969,30,1")
     data = build_split(prefix, split="90,10,0")
     assert data.valid and not data.test
-    assert not build_split(prefix, eval_iters=0).valid
+    assert not build_split(prefix, split="90,10,0", eval_iters=0).valid
     with pytest.raises(DataError, match="no training data"):
         build_split(prefix, split="0,100,0")
     assert build_split(prefix, split="0,100,0", skip_train=True).train is None

@@ -270,9 +270,3 @@ def test_a_malformed_entry_of_a_vocabulary_is_named(tmp_path, entry):
     (tmp_path / "mega.json").write_text(json.dumps(rows))
     with pytest.raises(UserError, match="entry 12 is not a new token in base64 and its rank"):
         build("TikTokenizer", tmp_path, "mega.json")
-
-
-def test_lines_of_a_vocabulary_are_numbered_with_the_empty_ones(tmp_path):
-    (tmp_path / "r50k_base.tiktoken").write_text("\n\n" + published(entries(BYTES)) + "\n? 256")
-    with pytest.raises(UserError, match="entry 259 is not a new token in base64 and its rank"):
-        build("TikTokenizer", tmp_path, "r50k_base.tiktoken")
