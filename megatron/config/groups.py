@@ -384,7 +384,7 @@ class CheckpointConfig:
     local_save_interval: int | None = local_flag(None, "--non-persistent-save-interval")
     """Iterations between checkpoints in --local-checkpoint-dir."""
     local_redundancy: Literal["none", "partner", "xor"] = local_flag("none")
-    """Rebuild a lost node from another's copy (partner) or parity blocks of up to 8 nodes (xor)."""
+    """Rebuild a lost node from its partner's copy, or from parity blocks of up to 8 nodes (xor)."""
     save_retain_interval: int | None = save_flag()
     """Keep checkpoints at multiples of this, and the newest --save-keep-last."""
     save_keep_last: int | None = save_flag()

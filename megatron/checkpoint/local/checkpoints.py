@@ -2,9 +2,9 @@
 saved often, next to those of --save. All ranks call everything together.
 
 `<root>/run-<id>/iter_0000010/` holds on every node the manifest of all shards, and the shards of
-the node's own ranks; with a partner those of the node before it, too; in an XOR group a parity
-block for each of its ranks, numbered after all shards. What a folder holds is whole; whether all
-nodes together hold all of it is found out at a restart.
+the node's own ranks; in an XOR group a parity block for each of its ranks, numbered after all
+shards. What a folder holds is whole; whether all nodes together hold all of it is found out at a
+restart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,13 @@ from megatron.checkpoint.local.nodes import (
     read_run,
 )
 from megatron.checkpoint.local.redundancy import (
-    Makers,
     Owner,
     Stream,
     exchange,
     kept_bytes,
-    redundant_files,
     stripes_in,
     xor_block_header,
+    xor_blocks,
 )
 from megatron.checkpoint.manifest import (
     MANIFEST,
@@ -126,8 +125,7 @@ class LocalCheckpoints:
         found = None
         if run is not None:
             self.adopt(run)
-            copies = self.redundancy == "partner"
-            found = newest_local(self.nodes, 0 if older else newest, copies=copies)
+            found = newest_local(self.nodes, 0 if older else newest)
         if found is None or found.iteration < newest:
             checkpoint = open_checkpoint(load, None, ranks, older, or_none=found is not None)
             if found is None or (checkpoint and checkpoint.iteration > found.iteration):
@@ -240,13 +238,13 @@ def save_local(
         content = manifest_of(iteration, attempt.name, records, state, gathered[0][1])
         content["run"] = {"name": nodes.run}
 
-        # 2. Copies and parity blocks are made of what has been written.
-        sets, streams = redundant_files(nodes.members, records, redundancy)
+        # 2. Parity blocks are made of what has been written.
+        sets, blocks = xor_blocks(nodes.members, records, redundancy)
         owners = [record["rank"] for record in records]
-        made = attempt.make(streams, records, owners.__getitem__, attempt.folder)
+        made = attempt.make(blocks, records, owners.__getitem__, attempt.folder)
         if sets:
             content["sets"] = sets
-            content["parities"] = [made[block.number] for block in streams]
+            content["parities"] = [made[block.number] for block in blocks]
 
         # 3. The same manifest on every node, then the name, then older ones go.
         attempt.publish(encode_manifest(content))
@@ -385,20 +383,16 @@ class Found:
         present = set().union(*self.held)
         return sorted(set().union(*(stripe.lost(present) for stripe in self.stripes)))
 
-    def holders(self, number: int) -> list[int]:
-        """The nodes that have a file."""
-        return [node for node, held in enumerate(self.held) if number in held]
-
     def reader(self, number: int) -> int:
         """The rank that reads a file for others."""
-        holders = self.holders(number)
+        holders = [node for node, held in enumerate(self.held) if number in held]
         return self.nodes.rank(holders[number % len(holders)], number)
 
     def attempt(self, done: str) -> NodeAttempt:
         return NodeAttempt(self.nodes, self.iteration, done)
 
 
-def newest_local(nodes: Nodes, oldest: int, *, copies: bool) -> Found | None:
+def newest_local(nodes: Nodes, oldest: int) -> Found | None:
     """The newest local checkpoint of the run, from iteration `oldest` on, of which the nodes have
     every shard or can make it; all of its bytes are verified, and what a lost node had is on a new
     one (`restore`). Why newer ones are passed over is logged.
@@ -418,11 +412,11 @@ def newest_local(nodes: Nodes, oldest: int, *, copies: bool) -> Found | None:
 
         # 2. What is lost for good is passed over, and so is what there is no space to rebuild.
         if not found.lost:
-            if restore(found, copies=copies):
+            if restore(found):
                 return found
             continue
         names = some([*map(str, found.lost)], MAX_NAMED)
-        xor = "; with --local-redundancy xor one node of an XOR group may be lost, not two"
+        xor = "; of the nodes of an XOR group one may be lost, not two"
         logger.warning(
             f"the local checkpoint of iteration {found.iteration} is not taken: of its "
             f"{len(found.shards)} shards {len(found.lost)} ({names}) are whole on no node"
@@ -449,12 +443,11 @@ def _listed(nodes: Nodes, oldest: int) -> list[tuple[int, str]]:
 # ---- a lost node ---------------------------------------------------------------------------------
 
 
-def restore(found: Found, *, copies: bool) -> bool:
-    """Rebuild the files that no node has from the XOR parity blocks or, with `copies`, give every
-    shard that only one node has a second one; whether every shard is there then. When that fails
-    (no space) a warning is logged and nothing has changed.
+def restore(found: Found) -> bool:
+    """Rebuild the files that no node has; whether every shard is there then. When that fails (no
+    space) a warning is logged and nothing has changed.
     """
-    streams = _replacements(found, copies)
+    streams = _replacements(found)
     try:
         if streams:
             _make(found, streams)
@@ -466,27 +459,22 @@ def restore(found: Found, *, copies: bool) -> bool:
     return True
 
 
-def _replacements(found: Found, copies: bool) -> list[Stream]:
+def _replacements(found: Found) -> list[Stream]:
     """The files that `restore` makes."""
-    # 1. The files that go to one node, and those that are preferably on other nodes.
-    missing = found.missing
-    tasks: list[tuple[set[int | None], Makers]] = []
-    for stripe in found.stripes:
-        tasks += stripe.replacements(missing)
-    if copies and not found.stripes and len(found.held) > 1:
-        for number in found.shards:
-            if len(found.holders(number)) == 1:
-                copy = partial(Stream.copy, number, found.records[number]["bytes"])
-                tasks.append(({number}, {number: copy}))
-
-    # 2. Each task's node is the one with the fewest of the latter, then of all files.
     streams = []
+    missing = found.missing
     load = [len(held) for held in found.held]
-    for apart, makers in tasks:
-        shared = [len(apart & held) for held in found.held]
-        _, _, node = min(zip(shared, load, range(len(load))))
-        load[node] += len(makers)
-        streams += [make(found.nodes.rank(node, number)) for number, make in makers.items()]
+    for stripe in found.stripes:
+        for place, (shard, block) in enumerate(stripe.files):
+            # Both go to the node with the fewest other files of the stripe, then of all files.
+            others = set(chain(*stripe.files)) - {shard, block}
+            shared = [len(others & held) for held in found.held]
+            _, _, node = min(zip(shared, load, range(len(load))))
+            if shard in missing:
+                streams.append(stripe.shard(place, found.nodes.rank(node, shard)))
+            if block in missing:
+                streams.append(stripe.xor_block(place, found.nodes.rank(node, block)))
+            load[node] += len(missing & {shard, block})
     return streams
 
 
@@ -514,7 +502,7 @@ def _make(found: Found, streams: list[Stream]) -> None:
             to.append(f"node {node} ({nodes.hosts[node]}): {len(numbers & set(found.shards))}")
     logger.info(
         f"shards of the local checkpoint of iteration {found.iteration} rebuilt from their "
-        f"{'XOR groups' if found.stripes else 'partners'}: {', '.join(to)}"
+        f"XOR groups: {', '.join(to)}"
     )
 
 

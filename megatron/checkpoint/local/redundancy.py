@@ -1,7 +1,8 @@
-"""What nodes keep of one another's shards: copies (`--local-redundancy partner`) or XOR parity
-blocks (`xor`), and how such files are made out of what other ranks have.
+"""The XOR parity blocks that nodes keep of one another's shards (`--local-redundancy`), and how
+files are made out of what other ranks have.
 
-XOR groups are nodes of which any one may be lost. The shards of the ranks at the same place on the
+XOR groups are nodes of which any one may be lost: up to eight (`xor`), or two (`partner`), where a
+block is a copy of the other node's shard. The shards of the ranks at the same place on the
 k nodes of a group form a stripe. Each shard is cut into k - 1 pieces of equal size, padded with
 zeros at its end. Rank j keeps the XOR of one piece of every other rank's shard: of rank i's shard
 it is piece (j - i - 1) mod k. So every piece is in one XOR parity block, on another node than the
@@ -16,7 +17,6 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,26 +71,14 @@ class Stream:
                 yield min(size, length - start), [(number, at + start) for number, at in parts]
 
 
-Makers = dict[int | None, Callable[[int], Stream]]  # files by number, as a rank makes them
-
-
-def redundant_files(
+def xor_blocks(
     members: Members, records: Sequence[JsonObject], redundancy: str
 ) -> tuple[list[list[int | None]], list[Stream]]:
     """What nodes keep in addition to the shards `records`, just written: (the numbers of the shards
-    of each XOR stripe, the files).
+    of each stripe, the XOR parity blocks).
     """
-    if redundancy == "partner":
-        # each shard goes to the rank at the same place on the next node
-        ranks = [rank for row in members for rank in row]
-        size = len(members[0])
-        partner = dict(zip(ranks, ranks[size:] + ranks[:size]))
-        return [], [
-            Stream.copy(number, record["bytes"], partner[record["rank"]])
-            for number, record in enumerate(records)
-        ]
     numbers = {record["rank"]: number for number, record in enumerate(records)}
-    stripes = stripes_of(members) if redundancy == "xor" else []
+    stripes = stripes_of(members, redundancy)
     sets = [[numbers.get(rank) for rank in ranks] for ranks in stripes]
     return sets, [
         stripe.xor_block(place, rank)
@@ -103,25 +91,25 @@ def kept_bytes(members: Members, sizes: Sequence[int], redundancy: str) -> list[
     """What each node keeps of a checkpoint to which rank i adds `sizes[i]` bytes."""
     records = [{"rank": rank, "bytes": size} for rank, size in enumerate(sizes)]
     kept = list(sizes)
-    for stream in redundant_files(members, records, redundancy)[1]:
-        kept[stream.to] += stream.size + ALIGN * stream.is_block
+    for block in xor_blocks(members, records, redundancy)[1]:
+        kept[block.to] += ALIGN + block.size
     return [sum(kept[rank] for rank in ranks) for ranks in members]
 
 
-def xor_groups_of(nodes: int) -> list[range]:
-    """The nodes of each XOR group: as few groups as possible, of at most XOR_GROUP nodes, whose
-    sizes differ by one at most. Neighbours, which may share a switch, are in different groups where
-    there are several.
+def xor_groups_of(nodes: int, redundancy: str) -> list[range]:
+    """The nodes of each XOR group: as few groups as possible, of at most XOR_GROUP nodes, or pairs,
+    of which one takes a third node if there is one. Neighbours, which may share a switch, are in
+    different groups where there are several.
     """
-    count = -(-nodes // XOR_GROUP)
+    count = {"none": 0, "partner": nodes // 2, "xor": -(-nodes // XOR_GROUP)}[redundancy]
     return [range(first, nodes, count) for first in range(count)]
 
 
-def stripes_of(members: Members) -> list[list[int]]:
+def stripes_of(members: Members, redundancy: str) -> list[list[int]]:
     """The ranks of each stripe."""
     return [
         [members[node][place] for node in nodes]
-        for nodes in xor_groups_of(len(members))
+        for nodes in xor_groups_of(len(members), redundancy)
         for place in range(len(members[0]))
     ]
 
@@ -164,15 +152,10 @@ class Stripe:
             runs.append((min(self.piece, self.sizes[place] - start), parts))
         return Stream(self.shards[place], to, runs)
 
-    def replacements(self, missing: set[int]) -> Iterator[tuple[set[int | None], Makers]]:
-        """For each place yield the other files of the stripe, which are preferably on other nodes,
-        and how a rank makes the files of this place that are `missing`.
-        """
-        blocks = range(self.first, self.first + len(self.shards))
-        for place, (shard, block) in enumerate(zip(self.shards, blocks)):
-            makers = {shard: partial(self.shard, place), block: partial(self.xor_block, place)}
-            others = {*self.shards, *blocks} - {shard, block}
-            yield others, {each: make for each, make in makers.items() if each in missing}
+    @property
+    def files(self) -> list[tuple[int | None, int]]:
+        """The numbers of the shard and of the parity block of each place."""
+        return list(zip(self.shards, itertools.count(self.first)))
 
     def lost(self, present: set[int]) -> set[int]:
         """Its shards that are neither among the files `present` nor can be made of them."""

@@ -112,7 +112,7 @@ def restart(
     Seed 0: that of the iteration's number.
     """
     with small(mutant), logged() as lines:
-        found = newest_local(join(root, each, run), oldest, copies=True)
+        found = newest_local(join(root, each, run), oldest)
         if found is None:
             return None, [], lines, 0
         checkpoint, faults, fetched = LocalCheckpoint(found), [], 0
@@ -135,22 +135,22 @@ def num_verified(root: Path, each: int) -> int:
     """How many files this rank looks for, and verifies, at a restart."""
     counted = mock.Mock(wraps=checkpoints.verify_shard)
     with mock.patch.object(checkpoints, "verify_shard", counted):
-        newest_local(join(root, each), 0, copies=False)
+        newest_local(join(root, each), 0)
     return counted.call_count
 
 
 @contextlib.contextmanager
 def no_room(number: int = errno.ENOSPC) -> Iterator[None]:
-    """For a copy of another rank's shard, or for a block; or another error."""
+    """For a block, or for a shard that is rebuilt; or another error."""
     full = mock.Mock(side_effect=OSError(number, os.strerror(number)))
     with mock.patch.object(checkpoints, "write_shard_file", full):
         yield
 
 
-def save_without_room(root: Path, each: int, who: int, kind: str, number: int) -> str:
+def save_without_room(root: Path, each: int, who: int, number: int) -> str:
     """Save iteration 2 while rank `who` finds no room, or has another error."""
     with no_room(number) if dist.get_rank() == who else contextlib.nullcontext():
-        return save(root, each, 2, 5, kind)
+        return save(root, each, 2, 5)
 
 
 def prepared(root: Path, each: int, kind: str, own_bytes: int = 0) -> str:
@@ -192,9 +192,7 @@ def join_on(folders: list[Path]) -> str:
     return ""
 
 
-def save_with_pictures(
-    root: Path, each: int, iteration: int, seed: int, pictures: Path, kind: str
-) -> int:
+def save_with_pictures(root: Path, each: int, iteration: int, seed: int, pictures: Path) -> int:
     """Save; before every change that this rank makes to its node's folder that is copied to
     `pictures`/node-rank-number. How many there are.
     """
@@ -217,7 +215,7 @@ def save_with_pictures(
         small(),
         mock.patch.multiple(os, **{name: pictured(real) for name, real in reals.items()}),
     ):
-        save_local(joined, iteration, dealt(seed, seed), STATE, kind)
+        save_local(joined, iteration, dealt(seed, seed), STATE, "partner")
     return taken
 
 
@@ -225,7 +223,7 @@ def save_with_pictures(
 
 
 @contextlib.contextmanager
-def _no_space_for_copies() -> Iterator[None]:
+def _no_space_to_rebuild() -> Iterator[None]:
     """There is for what is read."""
     real = checkpoints._make
 
@@ -249,7 +247,7 @@ def _damaged_pieces() -> contextlib.AbstractContextManager:
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "no space for copies": _no_space_for_copies,
+    "no space to rebuild": _no_space_to_rebuild,
     "the folder of any run": lambda: mock.patch.object(
         Nodes, "run_folder", property(lambda self: self.root / "run")
     ),
@@ -257,7 +255,6 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "nothing can be removed": lambda: mock.patch.object(
         checkpoints, "list_iterations", mock.Mock(side_effect=OSError(5, "Input/output error"))
     ),
-    "XOR groups of three": lambda: mock.patch.object(redundancy, "XOR_GROUP", 3),
 }
 
 

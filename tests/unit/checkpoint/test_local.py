@@ -1,11 +1,12 @@
-"""Local checkpoints: each node keeps its own shards and its neighbour's or XOR parity blocks of
-others', and a restart on any nodes reads or rebuilds the rest of them bit for bit.
+"""Local checkpoints: each node keeps its own shards and XOR parity blocks of others', and a restart
+on any nodes reads or rebuilds the rest of them bit for bit.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import random
 import shutil
@@ -39,7 +40,6 @@ from megatron.checkpoint.local.redundancy import (
 
 FOLDER = f"run-{RUN}"
 ONE, TWO, SEVEN = "iter_0000001", "iter_0000002", "iter_0000007"
-REDUNDANT = pytest.mark.parametrize("redundancy", ["partner", "xor"])
 
 
 class Job:
@@ -98,9 +98,7 @@ def test_nodes_are_who_sees_the_same_folder(job):
 
 @pytest.mark.parametrize(("size", "each"), [(2, 2), (4, 1)])
 def test_what_is_saved_comes_back_in_any_cut(job, tmp_path, size, each):
-    """Each node has its own shards and, with a partner, those of the one before it; nothing else
-    stays.
-    """
+    """With a partner the first pair is nodes 0 and 2; a block is a copy of the other's shard."""
     partner = each < size
     nodes = job(size, each)
     assert nodes.save(1, 7, "partner" if partner else "none") == [ONE] * size
@@ -108,12 +106,10 @@ def test_what_is_saved_comes_back_in_any_cut(job, tmp_path, size, each):
     assert nodes.outcome(9) == (1, False)  # the control: other values
     same_cut = nodes.run(restart, 7, 7)
     assert [row[3] for row in same_cut] == [0] * size  # every node has what its ranks read
-    held = [
-        {path.name for path in (tmp_path / str(node) / FOLDER / ONE).glob("*.safetensors")}
-        for node in range(size // each)
-    ]
-    copies = {sum(name in names for names in held) for name in set.union(*held)}
-    assert copies == {2 if partner else 1} and nodes.leftovers() == []
+    assert nodes.leftovers() == []
+    files = {path.name: path.read_bytes() for path in tmp_path.glob(f"*/*/{ONE}/*.safetensors")}
+    for block, shard in enumerate((2, 0, 3, 1), start=4) if partner else ():
+        assert files[m.shard_file(block)][m.ALIGN :].startswith(files[m.shard_file(shard)])
 
 
 @pytest.mark.parametrize(
@@ -149,42 +145,42 @@ def test_any_lost_node_is_rebuilt_bit_for_bit(job, redundancy, size, each):
     nodes = job(size, each)
     nodes.save(1, 7, redundancy)
     before = nodes.files()
-    origin = "partners" if redundancy == "partner" else "XOR groups"
     for node in range(size // each):
         other = nodes.root / str((node + 1) % (size // each)) / FOLDER / ONE
         untouched = other.stat().st_ino
         nodes.lose(node)
         iteration, good, lines = nodes.restart(7)
         assert (iteration, good) == (1, True)
-        assert f"rebuilt from their {origin}: node {node} (" in lines[0]
+        assert f"rebuilt from their XOR groups: node {node} (" in lines[0]
         assert nodes.files() == before and nodes.leftovers() == []
         assert other.stat().st_ino == untouched  # a kill between two renames could lose it
 
 
-@REDUNDANT
-def test_two_lost_nodes_leave_the_older_one(job, redundancy):
-    """Neighbours, or two of an XOR group. Of four nodes with partners every second may be lost."""
+@pytest.mark.parametrize(("redundancy", "lost"), [("partner", (1, 3)), ("xor", (1, 2))])
+def test_two_lost_nodes_of_a_group_leave_the_older_one(job, redundancy, lost):
+    """Of two pairs, nodes 0 and 2, and 1 and 3, one of each may be lost."""
     nodes = job(4, 1)
     for iteration in (5, 7):  # these seeds give every rank a shard
         nodes.save(iteration, iteration, redundancy)
+    before = nodes.files()
     if redundancy == "partner":
-        nodes.lose(0, 2, iteration=SEVEN)
-        assert nodes.outcome(7) == (7, True)
-    nodes.lose(1, 2, iteration=SEVEN)
+        nodes.lose(0, 1, iteration=SEVEN)
+        assert nodes.outcome(7) == (7, True) and nodes.files() == before
+    nodes.lose(*lost, iteration=SEVEN)
     iteration, good, lines = nodes.restart(0)
     assert (iteration, good) == (5, True) and "iteration 7 is not taken: of its " in lines[0]
-    assert ("one node of an XOR group may be lost, not two" in lines[0]) == (redundancy == "xor")
+    assert "of the nodes of an XOR group one may be lost, not two" in lines[0]
+    assert nodes.files() != before
 
 
-def test_one_lost_node_in_each_of_two_xor_groups(job):
-    """Groups of at most three: nodes 0 and 2, and 1 and 3."""
-    nodes = job(4, 1)
-    nodes.save(1, 7, "xor", RUN, "XOR groups of three")
-    before = nodes.files()
-    for lost, comes_back in (((0, 1), True), ((1, 3), False)):
-        nodes.lose(*lost)
-        assert nodes.outcome(7) == ((1, True) if comes_back else NOTHING)
-        assert (nodes.files() == before) == comes_back
+def test_copies_that_an_earlier_version_kept_serve(job, tmp_path):
+    """With a partner each node had the shards of the one before it; no manifest lists them."""
+    nodes = job(2, 1)
+    nodes.save(1, 7, "none")
+    for path in (tmp_path / "0" / FOLDER / ONE).glob("shard-*"):
+        shutil.copy(path, tmp_path / "1" / FOLDER / ONE)
+    nodes.lose(0)
+    assert nodes.outcome(7) == (1, True)
 
 
 def test_two_are_kept_and_an_abandoned_pass_is_not(job, tmp_path):
@@ -217,12 +213,12 @@ def test_a_failing_deletion_fails_no_save(job):
 @pytest.mark.parametrize(
     ("redundancy", "damaged", "comes_back"),
     [
-        *(("partner", [f"1/{kind}"], True) for kind in ("shard", "table", "manifest")),
         ("xor", ["1/shard", "1/block"], True),
         ("xor", ["1/table"], True),
         ("xor", ["1/shard", "2/block"], False),
         ("xor", ["0/block", "1/block", "2/block"], True),
         ("none", ["1/shard"], False),
+        ("none", ["1/manifest"], True),
     ],
 )
 def test_damage_is_a_loss(job, tmp_path, redundancy, damaged, comes_back):
@@ -237,7 +233,8 @@ def test_damage_is_a_loss(job, tmp_path, redundancy, damaged, comes_back):
         names = {"table": sorted(folder.glob("*.digests"))[0], "manifest": folder / m.MANIFEST}
         flip(shards[int(kind == "block")] if kind in ("shard", "block") else names[kind])
     assert nodes.outcome(0) == ((7, True) if comes_back else (5, True))
-    assert (nodes.files() == before) == comes_back
+    # a manifest is needed of one node alone
+    assert (nodes.files() == before) == (comes_back and damaged != ["1/manifest"])
 
 
 def test_ranks_of_a_node_share_the_reading(job):
@@ -278,15 +275,14 @@ def test_leftovers_of_another_run_are_not_seen(job, tmp_path):
 # ---- a save that does not end --------------------------------------------------------------------
 
 
-@REDUNDANT
-def test_whenever_a_save_ends_a_whole_checkpoint_is_there(job, tmp_path, redundancy):
+def test_whenever_a_save_ends_a_whole_checkpoint_is_there(job, tmp_path):
     """What a restart finds when the save of iteration 2 over iteration 1 ended before any change of
     one node, and before or after all of the other's.
     """
     live, before, pictures = tmp_path / "live", tmp_path / "before", tmp_path / "pictures"
-    job(2, 1, live).save(1, 5, redundancy)
+    job(2, 1, live).save(1, 5)
     shutil.copytree(live, before)
-    taken = job(2, 1, live).run(save_with_pictures, 2, 5, pictures, redundancy)
+    taken = job(2, 1, live).run(save_with_pictures, 2, 5, pictures)
     shown, seen = [], set()
     for node, at in [(node, at) for node in (0, 1) for at in range(taken[node])]:
         picture = pictures / f"{node}-{node}-{at}"
@@ -305,18 +301,17 @@ def test_whenever_a_save_ends_a_whole_checkpoint_is_there(job, tmp_path, redunda
             shutil.copytree(other / str(1 - node), now / str(1 - node))
             shown.append(job(2, 1, now).outcome(5))
     # the next save removes what the interrupted one has left
-    job(2, 1, now).save(3, 5, redundancy)
+    job(2, 1, now).save(3, 5)
     assert job(2, 1, now).leftovers() == [] and len(shown) >= 10
     assert set(shown) == {(1, True), (2, True)}
 
 
-@REDUNDANT
-def test_no_room_on_one_node(job, tmp_path, redundancy):
-    """For the neighbour's shard or a block, or no right to write it: one error with the fix, for
-    which no rank waits, and nothing is lost or left.
+def test_no_room_on_one_node(job, tmp_path):
+    """For a block, or no right to write it: one error with the fix, for which no rank waits, and
+    nothing is lost or left.
     """
     nodes = job(4, 2)
-    nodes.save(1, 1, redundancy)
+    nodes.save(1, 1)
     begins = (
         f"rank 2: --local-checkpoint-dir {tmp_path}/1: the local checkpoint of iteration 2 "
         "was not saved: "
@@ -326,24 +321,25 @@ def test_no_room_on_one_node(job, tmp_path, redundancy):
         (errno.EROFS, "make it writable or give another folder"),
     ):
         text = f"{begins}{os.strerror(number)}; {fix}. Older ones are untouched"
-        assert set(nodes.run(save_without_room, 2, redundancy, number)) == {text}
+        assert set(nodes.run(save_without_room, 2, number)) == {text}
     assert nodes.leftovers() == [] and nodes.outcome(1) == (1, True)
 
 
-@REDUNDANT
-def test_without_room_to_rebuild(job, tmp_path, redundancy):
-    """The one copy is read; of an XOR group the older checkpoint is taken."""
+def test_without_room_to_rebuild(job, tmp_path):
+    """Of shards the older checkpoint is taken; blocks are not needed to go on."""
     nodes = job(3, 1)
     for iteration in (5, 7):
-        nodes.save(iteration, iteration, redundancy)
+        nodes.save(iteration, iteration, "xor")
     nodes.lose(1, iteration=SEVEN)
-    iteration, good, lines = nodes.restart(0, RUN, 0, "no space for copies")
-    partner = redundancy == "partner"
-    assert (iteration, good) == (7 if partner else 5, True) and "No space left" in lines[0]
-    outcome = "is taken without its redundancy" if partner else "is not taken"
-    assert f"iteration 7 {outcome}: " in lines[0]
+    iteration, good, lines = nodes.restart(0, RUN, 0, "no space to rebuild")
+    assert (iteration, good) == (5, True) and "No space left" in lines[0]
+    assert "iteration 7 is not taken: " in lines[0]
     assert nodes.leftovers() == [] and not (tmp_path / "1" / FOLDER / SEVEN).exists()
     assert nodes.outcome(0) == (7, True)
+    flip(tmp_path / "1" / FOLDER / SEVEN / m.shard_file(4))
+    iteration, good, lines = nodes.restart(0, RUN, 0, "no space to rebuild")
+    assert (iteration, good) == (7, True)
+    assert "iteration 7 is taken without its redundancy: " in lines[0]
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -356,23 +352,20 @@ def test_an_older_local_one_replaces_a_damaged_one_alone(gloo_world, tmp_path, s
 # ---- before training -----------------------------------------------------------------------------
 
 
-@REDUNDANT
-def test_redundancy_needs_several_nodes_of_one_size(job, redundancy):
+def test_redundancy_needs_several_nodes_of_one_size(job):
     for size, each in ((2, 2), (4, 3)):
-        error = job(size, each).run(prepared, redundancy)[0]
-        assert f"--local-redundancy {redundancy}: needs two or more nodes" in error
-    assert job(4, 2).run(prepared, redundancy) == [""] * 4
+        error = job(size, each).run(prepared, "xor")[0]
+        assert "--local-redundancy xor: needs two or more nodes" in error
+    assert job(4, 2).run(prepared, "xor") == [""] * 4
 
 
 def test_room_is_asked_for_before_training(job, tmp_path):
-    """Three times this rank's bytes, and the partner's; what the run has there counts as free."""
+    """Three times this rank's bytes, and its block's; what the run has there counts as free."""
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
     for part, redundancy, enough in (
         (4, "none", True),
         (2, "none", False),
-        (7, "partner", True),
-        (4, "partner", False),
         (7, "xor", True),
         (5, "xor", False),
     ):
@@ -414,13 +407,13 @@ def test_folders_that_others_may_change_are_refused(gloo_world, tmp_path):
 
 
 def test_every_node_is_in_one_xor_group_of_nearly_equal_size():
-    for count in range(2, 70):
-        groups = xor_groups_of(count)
+    for count, most in itertools.product(range(2, 70), (2, XOR_GROUP)):
+        groups = xor_groups_of(count, "partner" if most == 2 else "xor")
         sizes = [len(nodes) for nodes in groups]
         assert sorted(node for nodes in groups for node in nodes) == list(range(count))
-        assert len(groups) == -(-count // XOR_GROUP) and 2 <= min(sizes)
-        assert max(sizes) <= min(XOR_GROUP, min(sizes) + 1)
-    stripes = stripes_of([(3 * node, 3 * node + 1, 3 * node + 2) for node in range(9)])
+        assert len(groups) == (count // 2 if most == 2 else -(-count // most)) and 2 <= min(sizes)
+        assert max(sizes) <= min(sizes) + 1 and max(sizes) <= most + (most == 2 and count % 2)
+    stripes = stripes_of([(3 * node, 3 * node + 1, 3 * node + 2) for node in range(9)], "xor")
     assert sorted(rank for ranks in stripes for rank in ranks) == list(range(27))
     assert sorted(map(len, stripes)) == [4, 4, 4, 5, 5, 5]
     # never two of a node
@@ -439,7 +432,7 @@ def made(stream: Stream, files: dict[int, bytes]) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("k", [5, 8])
+@pytest.mark.parametrize("k", [2, 5, 8])
 def test_any_place_of_a_stripe_is_made_of_the_others(k):
     """Shards of several sizes, of which one rank has none."""
     rng = random.Random(k)

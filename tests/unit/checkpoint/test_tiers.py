@@ -62,7 +62,8 @@ def test_background_saves_are_copies_of_local_ones(trained):
         return {path.name: path.read_bytes() for f in folders for path in f.glob("shard-*")}
 
     local = shards(trained.glob("local/*/*/iter_0000006"))
-    assert len(local) == 8 and local == shards([saved(trained / "whole", 6)])
+    whole = shards([saved(trained / "whole", 6)])
+    assert len(whole) == 8 and whole.items() <= local.items()
 
 
 def test_a_lost_node_is_rebuilt_and_the_run_resumes(gloo_world, died):
@@ -73,7 +74,7 @@ def test_a_lost_node_is_rebuilt_and_the_run_resumes(gloo_world, died):
     for part in (
         "taking the local checkpoint of iteration 4 (",
         "/shared has iteration 3\n",
-        "rebuilt from their partners: node 1 (",
+        "rebuilt from their XOR groups: node 1 (",
         "at iteration 4; resumes bit for bit\n",
     ):
         assert part in text
@@ -129,7 +130,7 @@ def test_an_older_local_one_is_taken_when_that_is_allowed(gloo_world, died):
 
 @pytest.mark.parametrize(("layout", "each"), [("one", 1), ("dp4zero3shard2", 1)])
 def test_any_layout_on_any_nodes(gloo_world, died, layout, each):
-    """Where folder 1 is no node any more, the partners' copies serve."""
+    """Where folder 1 is no node any more, the partners' blocks serve."""
     arguments = flags(FEATURE, layout, *folders(died), "--local-save-interval", 2)
     size, work = LAYOUTS[layout][0], (load_and_compare, arguments, saved(died / "whole", 6))
     if size == 1:
