@@ -36,8 +36,8 @@ class Ranks:
         """Carry out this rank's part and wait for the others'; every rank gets what all have
         returned (JSON), in rank order.
 
-        When the part of any rank raises UserError, every rank raises the same error, which names
-        that rank (`together`).
+        When the part of any rank raises UserError, every rank raises the same RankError, which
+        names that rank.
         """
         if self.world.size == 1:
             return [json.loads(json.dumps(part()))]
