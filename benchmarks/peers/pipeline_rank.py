@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.benchmarks.training import busy_seconds  # noqa: E402
 
 from megatron.config.groups import ModelConfig  # noqa: E402
+from megatron.config.schedules import SCHEDULES  # noqa: E402
 from megatron.distributed.collectives import (  # noqa: E402
     all_reduce,
     gather_objects,
@@ -69,7 +70,6 @@ from megatron.parallel.schedule import (
     forward_only,
     message_made,
     message_needed,
-    place,
 )  # noqa: E402
 from megatron.parallel.timeline import Recording  # noqa: E402
 from megatron.parallel.zero_plan import ZeroPlan  # noqa: E402
@@ -103,7 +103,7 @@ class Job:
     ):
         virtual = VIRTUAL.get(name, 1)
         self.name, self.groups, self.shape, self.virtual = name, groups, shape, virtual
-        self.placement = place(name, groups.pp.size, virtual)
+        self.placement = SCHEDULES[name].place(groups.pp.size, virtual)
         count, layers = len(self.placement), shape["layers"]
         ends = [layers * stage // count for stage in range(count + 1)]
         stages = [Stage(k == 0, range(ends[k], ends[k + 1]), k == count - 1) for k in range(count)]
@@ -395,16 +395,15 @@ def sleeps(
     """`tries` steps of a schedule with sleeps: the spans of this rank's computations on the host's
     clock, and the CPU seconds of its thread.
     """
-    placement = place(name, groups.pp.size, VIRTUAL.get(name, 1))
     schedule = build_schedule(name, groups.pp.size, VIRTUAL.get(name, 1), micro_batches)
-    own = [stage for stage, rank in enumerate(placement) if rank == groups.pp.rank]
+    own = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.pp.rank]
     model = SimpleNamespace(
         layers_by_stage=[[("sleeper", Sleeper(stage))] for stage in own],
         scalars=(),
         dtype=torch.float32,
     )
     pipeline = Pipeline(
-        model, KeptWeights(), SleepingPasses(costs, shape), placement, shape, groups, CPU
+        model, KeptWeights(), SleepingPasses(costs, shape), schedule.placement, shape, groups, CPU
     )
     found = []
     for _ in range(tries + 1):

@@ -81,7 +81,8 @@ def _listing(groups: dict[str, list[Option]], *, commands: bool = False) -> str:
     for title, chosen in groups.items():
         lines += ["", f"{title}:"]
         for option in chosen:
-            lines += _entry(option.spellings, _metavar(option), _description(option))
+            default = "" if option.default is None else f" (default: {option.default})"
+            lines += _entry(option.spellings, _metavar(option), option.help + default)
     return "\n".join(lines) + "\n"
 
 
@@ -90,12 +91,6 @@ def _metavar(option: Option) -> str:
     if option.choices:
         value = "{" + ",".join(map(str, option.choices)) + "}"
     return value + " ..." if option.many else value
-
-
-def _description(option: Option) -> str:
-    if option.default is None:
-        return option.help
-    return f"{option.help} (default: {option.default})"
 
 
 def _entry(names: tuple[str, ...], value: str, text: str) -> list[str]:

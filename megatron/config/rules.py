@@ -23,7 +23,6 @@ Rule = Callable[[RunView], Faults]
 
 COMPILED = "which fixes what a compiled layer keeps"
 ONE_KIND = "keep one kind of data"
-BY_SPLIT = "train_data_path valid_data_path test_data_path"
 LIMITED = "attention_backend=gluon,fa4,sdpa"
 UNPAIRED = ",".join(SCHEDULES.keys() - IN_PAIRS)
 
@@ -39,7 +38,7 @@ lr_warmup_fraction / lr_warmup_iters lr_warmup_samples
 override_opt_param_scheduler / use_checkpoint_opt_param_scheduler
 recompute_layers recompute / recompute_granularity
 data_path / mock_data: {ONE_KIND}
-data_path mock_data / {BY_SPLIT}: {ONE_KIND}
+data_path mock_data / train_data_path valid_data_path test_data_path: {ONE_KIND}
 # what cannot act together
 use_rope_scaling / rotary_seq_len_interpolation_factor
 {LIMITED} / attention_dropout>0: set --attention-dropout 0 or remove the backend

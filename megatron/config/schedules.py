@@ -36,8 +36,3 @@ SCHEDULES = {
 }
 
 IN_PAIRS = tuple(name for name, rule in SCHEDULES.items() if rule.pairs)
-
-
-def place(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
-    """Stage -> pipeline rank."""
-    return SCHEDULES[schedule].place(ranks, virtual)

@@ -11,7 +11,7 @@ import re
 
 from megatron.config.errors import UserError, about, nearest
 from megatron.config.groups import Config
-from megatron.config.schedules import SCHEDULES, place
+from megatron.config.schedules import SCHEDULES
 
 AUTO = "auto"
 # Numbers of the first and the last rank, and what an even split counts as a layer.
@@ -117,9 +117,9 @@ def _quotient(value: int, divisor: int) -> int | None:
 
 
 def placement_of(config: Config) -> tuple[int, ...]:
+    """Stage -> pipeline rank."""
     distributed = config.distributed
-    return place(
-        distributed.pipeline_schedule,
+    return SCHEDULES[distributed.pipeline_schedule].place(
         distributed.pipeline_model_parallel_size,
         distributed.num_virtual_stages_per_pipeline_rank,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -67,19 +68,16 @@ def _waiting(operation: str, axis: Axis) -> AbstractContextManager[None]:
     return waiting(text, named(operation, axis.dimension))
 
 
+@dataclass(eq=False)
 class Handle:
     """A collective in flight, or a message; its input may not be written before `wait`. `works` are
     torch's handles, which are waited for in `waits()`; `held` lives until they are complete.
     """
 
-    def __init__(
-        self,
-        works: list[Any],
-        result: Tensor,
-        waits: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        held: Any = None,
-    ):
-        self.works, self.result, self.waits, self.held = works, result, waits, held
+    works: list[Any]
+    result: Tensor
+    waits: Callable[[], AbstractContextManager[Any]] = nullcontext
+    held: Any = None
 
     def wait(self) -> Tensor:
         """The result. On a GPU the current stream waits, not the host."""

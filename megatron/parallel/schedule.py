@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.schedules import SCHEDULES, place
+from megatron.config.schedules import SCHEDULES
 
 
 class Kind(enum.Enum):
@@ -309,13 +309,13 @@ def build_schedule(
     """
     # The cache returns the same object for the same step, by whose identity the executor finds what
     # it has prepared.
-    rule, placement = SCHEDULES[name], place(name, ranks, virtual)
+    rule = SCHEDULES[name]
     assert ranks >= 1 and micro_batches >= 1, f"{ranks} ranks, {micro_batches} micro-batches"
     assert rule.virtual in (None, virtual), f"{name} with {virtual} stages a rank"
     assert rule.pairs or not pairs, f"{name} in pairs"
     sizes = ranks, virtual, micro_batches, *[True] * pairs
     actions = tuple(tuple(BUILDERS[name](rank, *sizes)) for rank in range(ranks))
-    return Schedule(name, placement, micro_batches, actions, pairs)
+    return Schedule(name, rule.place(ranks, virtual), micro_batches, actions, pairs)
 
 
 @functools.lru_cache(maxsize=64)

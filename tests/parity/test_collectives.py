@@ -14,8 +14,8 @@ import pytest
 from parity.layouts import BASE, SCHEDULES, Row
 from parity.ledger import count, own_loopback
 
+from megatron.config import schedules
 from megatron.observe.stragglers import SECTIONS
-from megatron.parallel.schedule import place
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -212,7 +212,8 @@ def test_messages_between_stages(gloo_world, layout, precision, activation, grad
     """
     row = Row(layout, "gpt")
     virtual = 2 if layout.endswith(("v2", "-v")) else 1
-    placement, tp = place(layout.split()[1], row.words.pp, virtual), row.words.tp
+    rule, tp = schedules.SCHEDULES[layout.split()[1]], row.words.tp
+    placement = rule.place(row.words.pp, virtual)
     flags = (*SHORT, precision, "--num-layers", str(row.layers), *row.words.flags)
     for rank, calls in enumerate(gloo_world(row.world).run(count, flags)):
         own = rank // tp  # this rank's pipeline rank

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.config.derive import RunView
-from megatron.config.schedules import place
+from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import layers_of_stages, parse_layout
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import unit_flops
@@ -178,7 +178,8 @@ def test_a_split_covers_the_layers_or_its_fix_is_accepted(
     if not found:
         config = pipeline(line, layers, ranks).config
         counts, held = layers_of_stages(config), [0] * ranks
-        ranked = place(config.distributed.pipeline_schedule, ranks, len(counts) // ranks)
+        rule = SCHEDULES[config.distributed.pipeline_schedule]
+        ranked = rule.place(ranks, len(counts) // ranks)
         for stage, (rank, count) in enumerate(zip(ranked, counts, strict=True)):
             held[rank] += count
             assert count + (stage == 0) + (stage == len(counts) - 1) > 0

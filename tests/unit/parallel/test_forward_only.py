@@ -4,8 +4,9 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from megatron.config.schedules import SCHEDULES
 from megatron.parallel.messages import MAX_UNACKNOWLEDGED
-from megatron.parallel.schedule import Schedule, forward_only, message_made, message_needed, place
+from megatron.parallel.schedule import Schedule, forward_only, message_made, message_needed
 
 
 def steps_of(schedule: Schedule) -> list[list[tuple]]:
@@ -55,7 +56,7 @@ def ends(lists, placement, limit):
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_evaluation_that_waits_for_old_sends_ends(name, virtual, ranks):
     for micro_batches in (1, 2, 3, 5, 13):
-        schedule = forward_only(place(name, ranks, virtual), micro_batches)
+        schedule = forward_only(SCHEDULES[name].place(ranks, virtual), micro_batches)
         lists = steps_of(schedule)
         assert ends(lists, schedule.placement, MAX_UNACKNOWLEDGED)
         assert ends(lists, schedule.placement, 1)

@@ -14,7 +14,7 @@ from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
 from megatron.model.layer import Layer
 from megatron.parallel.pipeline import Pipeline
-from megatron.parallel.schedule import Kind, build_schedule, place
+from megatron.parallel.schedule import Kind, build_schedule
 
 RANKS, MICRO_BATCHES = 4, 8
 SHAPE = (1, 1, 1)
@@ -66,16 +66,17 @@ class Clock(Layer):
 def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
     """One step of a schedule on this rank, as benchmarks/pipeline.py reads it."""
     groups = make_groups(Layout(pp=dist.get_world_size()), None)
-    placement = place(name, RANKS, tool.SCHEDULES[name])
     schedule = build_schedule(name, RANKS, tool.SCHEDULES[name], MICRO_BATCHES)
-    own = [stage for stage, rank in enumerate(placement) if rank == groups.pp.rank]
+    own = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.pp.rank]
     model = SimpleNamespace(
         layers_by_stage=[[("clock", Clock(stage))] for stage in own],
         scalars=(),
         dtype=torch.float64,
     )
     passes = Clocked(costs)
-    pipeline = Pipeline(model, KeptWeights(), passes, placement, SHAPE, groups, torch.device("cpu"))
+    pipeline = Pipeline(
+        model, KeptWeights(), passes, schedule.placement, SHAPE, groups, torch.device("cpu")
+    )
     pipeline.run(schedule, repeat(None), 1.0)
     spans = zip(schedule.actions[groups.pp.rank], passes.spans, strict=True)
     return [

@@ -14,7 +14,6 @@ from megatron.parallel.schedule import (
     Kind,
     build_schedule,
     forward_only,
-    place,
 )
 
 SIZES = [(ranks, m) for ranks in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 5, 7, 8, 9, 17)]
@@ -82,7 +81,7 @@ def test_forward_only_keeps_every_rank_busy():
         (3, 3, "interleaved"),
     ):
         for m in (1, 2, 5, 12):
-            schedule = forward_only(place(name, ranks, virtual), m)
+            schedule = forward_only(SCHEDULES[name].place(ranks, virtual), m)
             check(schedule)
             if m % ranks == 0 or name != "interleaved":
                 way = (2 if name == "zero-bubble-v" else 1) * (ranks - 1)
