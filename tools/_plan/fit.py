@@ -31,8 +31,8 @@ from megatron.tools._plan.step import StepModel
 from megatron.tools._plan.validate import percentile, row_config, runs_on
 from megatron.tools._report.metrics_file import metrics_path, read_metrics
 
+from megatron.checkpoint.run_state import config_of
 from megatron.config.errors import UserError
-from megatron.config.groups import Config
 from megatron.observe.tracking import config_file
 
 PRIORS = {
@@ -190,7 +190,7 @@ def run_sample(metrics: str | Path, device: str, warm: int = 1) -> Sample:
     times = [row["iteration-time"] for row in rows if "iteration-time" in row][warm:]
     try:
         written = json.loads(config_file(path).read_text(encoding="utf-8"))
-        config = Config.from_dict(written["config"])
+        config = config_of(written)
         world_size = int(rows[-1]["world-size"])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"{config_file(path)}: not the configuration of a run: {error}") from None
