@@ -5,8 +5,11 @@ and wandb. Nothing here waits for a GPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +114,31 @@ def evaluation_metrics(
     if bytes_per_token is not None and split == "validation":
         result[f"bits-per-byte{suffix}"] = loss / math.log(2) / bytes_per_token
     return result
+
+
+def expert_load_metrics(counts: Mapping[str, list[float]], by_layer: bool) -> Metrics:
+    """The greatest and the smallest load of an expert in any layer, as a multiple of the mean, and
+    the share of dropped choices. `counts`: by layer the tokens of each expert, and last the dropped
+    choices. `by_layer`: also for each layer.
+    """
+    end = ".expert-tokens"  # layers.3.expert-tokens
+    rows = {name.removesuffix(end): row for name, row in counts.items() if name.endswith(end)}
+    layers = [layer for layer, (*tokens, _) in rows.items() if any(tokens)]
+    if not layers:
+        return {}
+    table = np.array([rows[layer] for layer in layers])
+    tokens, dropped = table[:, :-1], table[:, -1]
+    loads = tokens / tokens.mean(1, keepdims=True)
+    found = {
+        "expert-load-max": float(loads.max()),
+        "expert-load-min": float(loads.min()),
+        "expert-dropped": float(dropped.sum() / tokens.sum()),
+    }
+    if by_layer:
+        columns = loads.max(1), loads.min(1), dropped / tokens.sum(1)
+        for name, column in zip([*found], columns):
+            found |= {f"{name}/{layer}": float(value) for layer, value in zip(layers, column)}
+    return found
 
 
 def save_metrics(*, size: int, seconds: float, stall: float) -> Metrics:

@@ -4,7 +4,7 @@ A rank is compared with its peers, the ranks of the same pipeline stage: its exc
 slower it is than their median, in each of the last WINDOW parts of log intervals (two intervals of
 eight steps or more). It is a straggler when the mean excess is at least `threshold`, the median of
 each half of the window at least half of that, and the mean is significant against the noise of the
-parts (a busy machine) and of the ranks (nodes that differ).
+parts (a busy machine).
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ SECTIONS = ("data", "forward", "backward", "optimizer", "host")
 BLOCKS = 8  # parts of a log interval
 WINDOW = 16  # parts that a verdict looks at
 FAR = 5.0  # standard errors that a straggler is away from its peers
-APART = 3.0  # and standard deviations between ranks
-MANY = 8  # ranks from which on one is held against what the others differ by
-NORMAL = 1.4826  # standard deviation / median deviation of normal numbers
 OF_MEAN = 1.2533  # standard deviation / mean deviation
 
 
@@ -43,7 +40,6 @@ class Straggler:
 class StragglerWatch:
     """The verdicts of a run. `stages`: the pipeline stage of each rank. Ranks without peers in
     their stage are compared with each other, by how much slower each is than in its best interval.
-    With threshold 0 there is always a straggler.
     """
 
     def __init__(
@@ -53,7 +49,7 @@ class StragglerWatch:
         far: float = FAR,
         nodes: Sequence[str] | None = None,
     ):
-        self.threshold, self.far = threshold, far if threshold else 0.0
+        self.threshold, self.far = threshold, far
         self.nodes = nodes or [""] * len(stages)  # of each rank
         groups: dict[int, list[int]] = {}
         for rank, stage in enumerate(stages):
@@ -124,13 +120,9 @@ class StragglerWatch:
         means = excess.mean(0)
         noise = OF_MEAN * math.sqrt(WINDOW / (WINDOW - 1)) * np.abs(excess - means).mean()
         bound = max(self.threshold, self.far * noise / math.sqrt(WINDOW))
-        is_far = means >= bound
-        if self.threshold:
-            # slow in both halves: not for a while only
-            halves = np.median(excess.reshape(2, WINDOW // 2, len(ranks)), axis=1)
-            is_far &= halves.min(0) >= bound / 2
-            if len(ranks) >= MANY:
-                is_far &= means >= APART * NORMAL * medians_of_others(np.abs(means))
+        # slow in both halves: not for a while only
+        halves = np.median(excess.reshape(2, WINDOW // 2, len(ranks)), axis=1)
+        is_far = (means >= bound) & (halves.min(0) >= bound / 2)
         return [
             Straggler(ranks[at], float(means[at]), SECTIONS[int(lost[at].argmax())])
             for at in np.flatnonzero(is_far)

@@ -21,9 +21,8 @@ from megatron.distributed.collectives import all_reduce
 from megatron.model.arithmetic import flops_per_iteration
 from megatron.model.gpt import layer_names
 from megatron.observe.console import training_line
-from megatron.observe.expert_load import load_metrics
-from megatron.observe.metrics import memory_metrics, rates, timer_metrics
-from megatron.optimizer.lr_schedule import StepRates, last_iteration
+from megatron.observe.metrics import expert_load_metrics, memory_metrics, rates, timer_metrics
+from megatron.optimizer.lr_schedule import last_iteration
 from megatron.parallel.timeline import Timeline
 from megatron.training.run import Run
 from megatron.training.step import PendingStep, StepMetrics
@@ -58,7 +57,7 @@ def log(run: Run, interval: Interval) -> Interval:
     # 1. The time of an iteration, without evaluations and checkpoints.
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
-    metrics = _metrics(run, interval, seconds) | _rate_metrics(run, step.rates)
+    metrics = _metrics(run, interval, seconds)
     # 2. What all ranks of a pipeline, or of the world, give together.
     if run.groups.pp.size > 1:
         metrics["pipeline-bubble-fraction"] = pipeline_timeline(run).bubble
@@ -96,11 +95,18 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
     # During a ramp-up of the batch size the forecast is of another batch.
     is_planned = run.forecast is not None and batch.size == config.training.global_batch_size
     predicted = run.forecast.step_seconds if is_planned else None
+    # What only some runs have.
+    extra: dict[str, float] = {}
+    if predicted is not None:
+        extra["predicted-iteration-time"] = predicted
+    if run.schedule.decoupled_max_lr is not None:
+        extra["decoupled-learning-rate"] = step.rates.decoupled
     return {
         **consumed(run),
         "lm loss": loss,
         **scalars,
-        **load_metrics(step.scalars, config.logging.moe_per_layer_logging),
+        **expert_load_metrics(step.scalars, config.logging.moe_per_layer_logging),
+        "learning-rate": step.rates.base,
         "batch-size": batch.size,
         "loss-scale": batch.loss_scale,
         "grad-norm": step.grad_norm,
@@ -114,7 +120,7 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
             world_size=world_size,
             peak_tflops=run.peak_tflops,
         ),
-        **({} if predicted is None else {"predicted-iteration-time": predicted}),
+        **extra,
         **memory_metrics(run.device),
         **timer_metrics(
             run.timers.take(),
@@ -123,14 +129,6 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
             timing_log_level=config.logging.timing_log_level,
         ),
     }
-
-
-def _rate_metrics(run: Run, step_rates: StepRates) -> dict[str, float]:
-    """The learning rates of the last step; that of --decoupled-lr where there is one."""
-    metrics = {"learning-rate": step_rates.base}
-    if run.schedule.decoupled_max_lr is not None:
-        metrics["decoupled-learning-rate"] = step_rates.decoupled
-    return metrics
 
 
 def _weight_metrics(run: Run) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.observe.expert_load import load_metrics
+from megatron.observe.metrics import expert_load_metrics
 
 COUNTS = {
     "layers.0.expert-tokens": [10.0, 20.0, 30.0, 20.0, 0.0],  # the last: choices not taken
@@ -11,7 +11,7 @@ COUNTS = {
 
 
 def test_the_worst_expert_of_any_layer():
-    assert load_metrics(COUNTS, by_layer=False) == {
+    assert expert_load_metrics(COUNTS, by_layer=False) == {
         "expert-load-max": 2.0,
         "expert-load-min": 0.0,
         "expert-dropped": 8 / 160,
@@ -19,7 +19,7 @@ def test_the_worst_expert_of_any_layer():
 
 
 def test_every_layer_by_itself():
-    found = load_metrics(COUNTS, by_layer=True)
+    found = expert_load_metrics(COUNTS, by_layer=True)
     assert found["expert-load-max/layers.0"] == 1.5
     assert found["expert-load-min/layers.0"] == 0.5
     assert found["expert-dropped/layers.0"] == 0
@@ -29,4 +29,4 @@ def test_every_layer_by_itself():
 
 @pytest.mark.parametrize("counts", [{}, {"layers.0.expert-tokens": [0.0, 0.0, 0.0]}])
 def test_nothing_without_tokens(counts):
-    assert load_metrics(counts, by_layer=True) == {}
+    assert expert_load_metrics(counts, by_layer=True) == {}
