@@ -35,16 +35,6 @@ _FIELDS = (
     ("memory (GiB)", "mem-max-allocated-bytes", 2**-30, ".2f"),
 )
 
-# metrics that may be missing: they have no field then, except "mfu", which is n/a
-_OPTIONAL = {
-    "decoupled-learning-rate",
-    "num-zeros",
-    "params-norm",
-    "mfu",
-    "predicted-iteration-time",
-    "mem-max-allocated-bytes",
-}
-
 
 def _number(value: float, spec: str) -> str:
     """`value` in the format `spec`; NaN is spelt NaN (`E` would print NAN)."""
@@ -74,15 +64,15 @@ def training_line(
 ) -> str:
     """The console line of a log step.
 
-    `metrics` is the row that goes to the trackers (names and units in metrics.py). `skipped` and
-    `nan` count iterations of the log interval. `more`: fields that follow the others. Raises
-    KeyError for a missing metric that is not in _OPTIONAL.
+    `metrics` is the row that goes to the trackers (names and units in metrics.py); one that is
+    missing has no field, except MFU, which is n/a. `skipped` and `nan` count iterations of the log
+    interval. `more`: fields that follow the others.
     """
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
     values = {**metrics, "skipped": skipped, "nan": nan}
     fields = [f"iteration {iteration:8d}/{train_iters:8d}"]
     for label, name, factor, spec in _FIELDS:
-        if name in values or name not in _OPTIONAL:
+        if name in values:
             fields.append(f"{label}: {_number(values[name] * factor, spec)}")
         elif name == "mfu":
             fields.append("MFU: n/a")

@@ -81,7 +81,6 @@ def rates(
     `flops` counts the real vocabulary and gives `mfu`, relative to `peak_tflops` (TFLOP/s of one
     device; None: no `mfu`). `padded_flops` counts the padded one and gives Megatron's `throughput`.
     """
-    assert seconds > 0 and world_size > 0
     per_rank = 1 / (seconds * world_size)
     result = {
         "iteration-time": seconds,

@@ -2,8 +2,7 @@
 
 Iteration i uses the value at the samples consumed *including* it, so the printed rate is the one
 used and the first step is not wasted at a rate of zero; a skipped step does not advance `samples`.
-Shapes and edge cases follow Megatron-LM's schedules. Made by training/prepare.py; called from
-training/step.py, once a step.
+Shapes and edge cases follow Megatron-LM's schedules.
 """
 
 from __future__ import annotations

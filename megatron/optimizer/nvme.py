@@ -5,7 +5,7 @@ A rank has a file for each kind of tensor, without a name, so that nothing of it
 process: checkpoints hold the truth. What a block keeps there is used in parts of PART elements:
 while one is in use, the next ones are read and those before it are written, by threads and around
 the page cache where the file system allows it (O_DIRECT). Host memory is that of the ring, whatever
-the model's size. Called from optimizer/optimizer.py under --optimizer-nvme-offload.
+the model's size.
 """
 
 from __future__ import annotations

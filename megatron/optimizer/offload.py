@@ -5,8 +5,7 @@ Gradients are accumulated on the device and cross to the host once a step; the n
 device before, so clipping is exact. A block is stepped when the next forward pass comes near it:
 while the GPU computes one block the host steps the next, the gradient of the one after that on its
 way. Weights of offloaded blocks stay on the host: the next gather takes them there. Where the
-device is the CPU nothing is moved. Called from optimizer/optimizer.py under
---optimizer-cpu-offload.
+device is the CPU nothing is moved.
 """
 
 from __future__ import annotations

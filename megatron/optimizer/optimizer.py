@@ -3,7 +3,7 @@ updates, one norm, one fused pass a block.
 
 Blocks that are stepped on the host (offload.py) are not stepped at once: ZeRO carries out each of
 their steps before the block's weights are needed. Update rules act on slices, element by element
-(update.py). Called from training/step.py, once a step.
+(update.py).
 """
 
 from __future__ import annotations
@@ -153,11 +153,6 @@ class Optimizer:
                 block.drop()
 
     @cached_property
-    def skip_decided_on_device(self) -> bool:
-        """Whether the kernel itself reads found_inf, and the host waits for no norm."""
-        return self.rule.implementation.skips_on_device and self.steps.is_cuda
-
-    @cached_property
     def param_groups(self) -> set[ParamGroup]:
         """The parameter groups of trained tensors."""
         return {each for block in self.trained for _, each in block.layout.ranges}
@@ -223,7 +218,9 @@ class Optimizer:
         limit = flags.clip_grad
         clip = (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else norm.new_ones(())
         coefficient = (clip * grad_scale).to(self.wide)
-        if not self.skip_decided_on_device and found_inf.item():
+        # The host waits for the norm unless the kernel itself reads found_inf.
+        reads_it = self.rule.implementation.skips_on_device and self.steps.is_cuda
+        if not reads_it and found_inf.item():
             return StepOutcome(norm, found_inf)
 
         # 2. What a segment's update takes follows from what its tensors declare. Kernels that

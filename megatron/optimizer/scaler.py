@@ -1,7 +1,4 @@
-"""Loss scaling for fp16: dynamic as in Megatron-LM, or constant.
-
-Called from training/loop.py, when the outcome of a step is known.
-"""
+"""Loss scaling for fp16: dynamic as in Megatron-LM, or constant."""
 
 from __future__ import annotations
 
@@ -48,8 +45,5 @@ class LossScaler:
     def load(self, state: dict[str, float]) -> None:
         """Take a checkpoint's state; a constant scale stays what the flags specify."""
         if self.dynamic:
-            self.scale, self.clean_steps, self.hysteresis = (
-                state["scale"],
-                int(state["clean_steps"]),
-                int(state["hysteresis"]),
-            )
+            self.scale = state["scale"]
+            self.clean_steps, self.hysteresis = int(state["clean_steps"]), int(state["hysteresis"])

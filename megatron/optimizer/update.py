@@ -1,7 +1,5 @@
 """Update rules on flat segments: AdamW (torch's fused kernel, NVIDIA apex, Triton) and SGD with
 momentum.
-
-Called from optimizer/optimizer.py, segment by segment.
 """
 
 from __future__ import annotations

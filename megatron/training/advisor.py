@@ -27,26 +27,19 @@ class Verdict:
     word: str
     line: str
 
-    @property
-    def fits(self) -> bool:
-        return self.word != "does not fit"
-
 
 @dataclass(frozen=True)
 class Forecast:
     """Predicted memory and time of a run.
 
     `sections`: lines of the banner by section. `verdict`: None where no GPU is planned for.
-    `prediction`: of the step's time, for the record of the run; None on an unknown device.
+    `prediction`: of the step's time (`step_s`), for the record of the run; None on an unknown
+    device.
     """
 
     sections: dict[str, list[str]] = field(default_factory=dict)
     verdict: Verdict | None = None
     prediction: dict[str, Any] | None = None
-
-    @property
-    def step_seconds(self) -> float | None:
-        return None if self.prediction is None else self.prediction["step_s"]
 
 
 class Advisor:

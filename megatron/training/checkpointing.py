@@ -16,7 +16,7 @@ from megatron.checkpoint.local.checkpoints import LocalCheckpoint, LocalCheckpoi
 from megatron.checkpoint.local.nodes import adopt_run_id, is_same
 from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
+from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import own_part, shard_bytes, try_folder
 from megatron.config.groups import Config
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def locate_checkpoint(
-    config: Config, ranks: Ranks = SINGLE_RANK, local_checkpoints: LocalCheckpoints | None = None
+    config: Config, ranks: Ranks, local_checkpoints: LocalCheckpoints | None
 ) -> Checkpoint | None:
     """The checkpoint that --load names, or a newer one of the local tier; None for a first start.
     Rank 0 finds it and the others open that one, whatever appears in the meantime.

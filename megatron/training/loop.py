@@ -1,7 +1,4 @@
-"""The training loop: `train` first, then what it calls.
-
-Called from training/pretrain.py.
-"""
+"""The training loop: `train` first, then what it calls."""
 
 from __future__ import annotations
 

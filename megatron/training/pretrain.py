@@ -211,11 +211,12 @@ def _dry_run(
         forecast = describe(prepared, world_size, here, planned_for="cuda")
     # Exit code 2 lets a script refuse to submit a job that cannot run.
     text, code = "everything is in order", 0
-    if forecast.verdict is not None and forecast.verdict.word != "fits":
-        fault, code = "the run does not fit into memory", 2
-        if forecast.verdict.fits:
-            fault, code = "memory is tight", 0
-        text = f"the settings are in order, but {fault} (see verdict above)"
+    verdict = "fits" if forecast.verdict is None else forecast.verdict.word
+    if verdict == "tight":
+        text = "the settings are in order, but memory is tight (see verdict above)"
+    elif verdict == "does not fit":
+        text = "the settings are in order, but the run does not fit into memory (see verdict above)"
+        code = 2
     print(banner(forecast.sections))
     print(f"dry run: {text}; nothing was trained", flush=True)
     return code

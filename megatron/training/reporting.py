@@ -58,10 +58,16 @@ def log(run: Run, interval: Interval) -> Interval:
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
     metrics = _metrics(run, interval, seconds)
+    if run.schedule.decoupled_max_lr is not None:
+        metrics["decoupled-learning-rate"] = step.rates.decoupled
+    # During a ramp-up of the batch size the forecast is of another batch.
+    prediction = None if run.forecast is None else run.forecast.prediction
+    if prediction and step.batch.size == run.config.training.global_batch_size:
+        metrics["predicted-iteration-time"] = prediction["step_s"]
+    if run.config.checkpoint.save is not None:
+        metrics |= run.timing.events.goodput(progress.iteration)
     # 2. What all ranks of a pipeline, or of the world, give together.
-    if run.groups.pp.size > 1:
-        metrics["pipeline-bubble-fraction"] = pipeline_timeline(run).bubble
-    metrics |= _weight_metrics(run) | _layer_norms(run, step) | _timing_metrics(run, step)
+    metrics |= _metrics_of_all_ranks(run, step)
     # 3. The line of the console, and the trackers' row.
     end = last_iteration(run.config, progress.iteration, progress.consumed_samples)
     watch = run.timing.stragglers
@@ -92,15 +98,6 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
         n: sums[0] / batch.nominal_tokens for n, sums in step.scalars.items() if len(sums) == 1
     }
     mean_batch = interval.samples / interval.iterations
-    # During a ramp-up of the batch size the forecast is of another batch.
-    is_planned = run.forecast is not None and batch.size == config.training.global_batch_size
-    predicted = run.forecast.step_seconds if is_planned else None
-    # What only some runs have.
-    extra: dict[str, float] = {}
-    if predicted is not None:
-        extra["predicted-iteration-time"] = predicted
-    if run.schedule.decoupled_max_lr is not None:
-        extra["decoupled-learning-rate"] = step.rates.decoupled
     return {
         **consumed(run),
         "lm loss": loss,
@@ -120,7 +117,6 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
             world_size=world_size,
             peak_tflops=run.peak_tflops,
         ),
-        **extra,
         **memory_metrics(run.device),
         **timer_metrics(
             run.timers.take(),
@@ -131,9 +127,14 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
     }
 
 
-def _weight_metrics(run: Run) -> dict[str, float]:
-    """What --log-num-zeros-in-grad and --log-params-norm ask for; all ranks take part."""
-    metrics: dict[str, float] = {}
+def _metrics_of_all_ranks(run: Run, step: StepMetrics) -> dict[str, float]:
+    """Bubbles, gradients, weights and slow ranks; all ranks take part."""
+    metrics = _layer_norms(run, step)
+    if run.groups.pp.size > 1:
+        metrics["pipeline-bubble-fraction"] = pipeline_timeline(run).bubble
+    if run.timing.stragglers is not None:
+        table = np.reshape(step.rank_times, (run.groups.world.size, -1))
+        metrics |= run.timing.stragglers.add(table)
     if run.config.logging.log_num_zeros_in_grad:
         # The gradients of the last step are still there: the optimizer keeps them under this flag.
         zeros = all_reduce(run.optimizer.count_zero_gradients(), run.groups.world)
@@ -161,17 +162,6 @@ def _layer_norms(run: Run, step: StepMetrics) -> dict[str, float]:
         names.remove("head")
     trained = {f"grad-norm/{n}": v for n, v in zip(names, gradients) if n not in frozen}
     return trained | {f"params-norm/{name}": value for name, value in zip(names, weights)}
-
-
-def _timing_metrics(run: Run, step: StepMetrics) -> dict[str, float]:
-    """Goodput, and which rank keeps the others waiting."""
-    metrics: dict[str, float] = {}
-    watch = run.timing.stragglers
-    if run.config.checkpoint.save is not None:
-        metrics |= run.timing.events.goodput(run.progress.iteration)
-    if watch is not None:
-        metrics |= watch.add(np.reshape(step.rank_times, (run.groups.world.size, -1)))
-    return metrics
 
 
 def consumed(run: Run) -> dict[str, float]:

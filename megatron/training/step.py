@@ -1,7 +1,5 @@
-"""One optimizer step: `train_step` first, then its phases, then what they hand to each other.
-
-Called from training/loop.py, which reads the numbers of a step on the host one step later, and
-evaluates by `run_micro_batches`, too.
+"""One optimizer step: `train_step` first, then its phases, then what they hand to each other. The
+loop reads the numbers of a step on the host one step later.
 """
 
 from __future__ import annotations

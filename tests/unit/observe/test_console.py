@@ -67,11 +67,6 @@ def test_optional_fields_stand_where_megatron_puts_them():
     assert line(bare) == MEGATRON + end
 
 
-def test_a_needed_metric_that_is_missing_is_an_error():
-    with pytest.raises(KeyError, match="lm loss"):
-        line({name: value for name, value in ROW.items() if name != "lm loss"})
-
-
 def test_nan_is_printed_as_nan():
     text = line(
         ROW | {"lm loss": math.nan, "grad-norm": math.nan}, skipped=12, nan=3, eta_seconds=math.nan
