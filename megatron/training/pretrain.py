@@ -109,7 +109,10 @@ def start(
             warn_of_idle_gpus(launch, device)
             groups = make_groups(layout_of(config, world_size), **group_options(config))
             ranks = Ranks(groups.world, device, groups.pp.rank)
-            local_checkpoints = _local_checkpoints(config, ranks)
+            local_checkpoints, folder = None, config.checkpoint.local_checkpoint_dir
+            if folder is not None:
+                redundancy = config.checkpoint.local_redundancy
+                local_checkpoints = LocalCheckpoints(folder, ranks, redundancy)
 
             # 2. Everything that the run consists of.
             prepared = prepare(
@@ -168,14 +171,6 @@ def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.d
     same = flags.to_dict() | {"versions": {"megatron": __version__, "torch": torch.__version__}}
     connect(launch, backend, config.distributed.distributed_timeout_minutes, same)
     return device
-
-
-def _local_checkpoints(config: Config, ranks: Ranks) -> LocalCheckpoints | None:
-    """The checkpoints that the nodes of the ranks hold."""
-    options = config.checkpoint
-    if options.local_checkpoint_dir is None:
-        return None
-    return LocalCheckpoints(options.local_checkpoint_dir, ranks, options.local_redundancy)
 
 
 def _forecast_on_rank_0(

@@ -321,16 +321,6 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
 # ---- the schedule of learning rates and weight decay
 
 
-def schedule_changes(ours: ParamSchedule, theirs: dict[str, Any]) -> list[str]:
-    """What differs between the schedule of the command line and a checkpoint's, a line each."""
-    saved = asdict(saved_schedule(theirs))
-    return [
-        f"{name}: checkpoint {saved[name]}, command line {value}"
-        for name, value in asdict(ours).items()
-        if saved[name] != value
-    ]
-
-
 def saved_schedule(saved: dict[str, Any]) -> ParamSchedule:
     """The schedule in a checkpoint's state. Raises InputError for unknown or missing fields.
 
@@ -360,11 +350,16 @@ def resumed_schedule(
     """
     if config.checkpoint.finetune or config.evaluation.skip_train:
         return ours, []
-    theirs, options = state["schedule"], config.optimizer
-    different = schedule_changes(ours, theirs)
+    theirs, options = saved_schedule(state["schedule"]), config.optimizer
+    saved = asdict(theirs)
+    different = [
+        f"{name}: checkpoint {saved[name]}, command line {value}"
+        for name, value in asdict(ours).items()
+        if saved[name] != value
+    ]
     taken, whose = ours, "command line"
     if options.use_checkpoint_opt_param_scheduler:
-        taken, whose = saved_schedule(theirs), "checkpoint"
+        taken, whose = theirs, "checkpoint"
     # Which of the two is meant cannot be known: the user chooses, or nothing is trained.
     elif different and not options.override_opt_param_scheduler:
         listed = "".join(f"  {line}\n" for line in different)

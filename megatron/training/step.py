@@ -201,7 +201,12 @@ def run_micro_batches(
     losses, valid_tokens = torch.zeros(2, count, dtype=torch.float64, device=run.device)
     aux_scale = scale
     if training and run.pipeline.runner.aux_losses and source.config.eod_mask_loss:
-        aux_scale = _aux_scale(run, source, first, samples, scale)
+        # What layers add to the objective are means over all tokens, and gradients are divided by
+        # the valid ones afterwards. Those of the whole batch are counted on every rank: the first
+        # backward pass comes before the last batch is read.
+        with run.timers("data"):
+            valid = source.valid_tokens(first, samples)
+            aux_scale = scale * valid / (samples * source.config.seq_length)
     schedule = run.schedule_of(count) if training else forward_only(run.pipeline.placement, count)
     if recording is not None:
         recording.schedule = schedule
@@ -245,16 +250,6 @@ def read_micro_batch(
     if run.reports_loss:
         valid_tokens[index] = micro_batch.loss_mask.sum()
     return micro_batch
-
-
-def _aux_scale(run: Run, source: Source, first: int, samples: int, scale: float) -> float:
-    """The scale of what layers add to the objective, such as auxiliary losses of routers, where the
-    loss leaves tokens out: those sums are means over all tokens, and gradients are divided by the
-    valid tokens of the batch afterwards. Every rank counts the valid tokens of the whole batch, for
-    the first backward pass comes before the last batch is read.
-    """
-    with run.timers("data"):
-        return scale * source.valid_tokens(first, samples) / (samples * source.config.seq_length)
 
 
 def share_positions(batch: Batch, cp: ContextParallel, window: int | None) -> Batch:

@@ -493,7 +493,7 @@ finetuning reads on in the data | finetune
         run.data.train, batch.first_sample + (8 if run.config.checkpoint.finetune else 0),
 = megatron/training/resume.py resumed_schedule
 the checkpoint's schedule instead of the overriding one | resume-sgd-new-schedule
-    different = => return saved_schedule(theirs), []
+    different = => return theirs, []
         different =
 """
 

@@ -398,10 +398,12 @@ def test_a_later_schedule_resumes_an_older_checkpoint_and_saves_its_own(monkeypa
         monkeypatch.setattr(module, "ParamSchedule", later)
     schedule = resume_module.saved_schedule(WRITTEN)
     assert schedule.new_rate == 0.5
-    assert resume_module.schedule_changes(schedule, WRITTEN) == []
+    state = {"schedule": WRITTEN}
+    config = Config().with_fields("optimizer", override_opt_param_scheduler=True)
+    assert resume_module.resumed_schedule(schedule, state, config) == (schedule, [])
     other = dataclasses.replace(schedule, new_rate=0.25)
-    (line,) = resume_module.schedule_changes(other, WRITTEN)
-    assert line == "new_rate: checkpoint 0.5, command line 0.25"
+    _, (line,) = resume_module.resumed_schedule(other, state, config)
+    assert line.startswith("schedule: new_rate: checkpoint 0.5, command line 0.25;")
     assert resume_module.saved_schedule(other.state()) == other
 
 
