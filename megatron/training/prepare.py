@@ -17,7 +17,6 @@ from megatron.config.groups import Config, GivenConfig
 from megatron.config.validate import resolve
 from megatron.data.loader import PythonReader, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.distributed.groups import Axis
 from megatron.distributed.rank_errors import raise_on_all_ranks
 from megatron.kernels.dispatch import FAULTY
 from megatron.kernels.self_check import Variant, faults
@@ -44,8 +43,7 @@ logger = logging.getLogger(__name__)
 def prepare(
     flags: GivenConfig,
     notes: Sequence[str],
-    world: Axis,
-    device: torch.device,
+    ranks: Ranks,
     advisor: Advisor,
     local_checkpoints: LocalCheckpoints | None = None,
     *,
@@ -54,16 +52,17 @@ def prepare(
     not_done: Sequence[str] = (),
     reader: PythonReader | None = None,
 ) -> Prepared:
-    """Read everything that a run depends on, and refuse what does not fit, on every rank of `world`
-    or on none. A dry run gives the `world_size` and the device (cuda, cpu) that it is
+    """Read everything that a run depends on, and refuse what does not fit, on every one of
+    `ranks` or on none. A dry run gives the `world_size` and the device (cuda, cpu) that it is
     `planned_for`. `reader`: of the training samples, see `build_data`. Raises UserError.
     """
-    world_size, target = world_size or world.size, planned_for or device.type
+    world = ranks.world
+    world_size, target = world_size or world.size, planned_for or ranks.device.type
     with raise_on_all_ranks(world):
         # 1. Flags.
         tokenizer, config, reasons = _resolved(flags, world_size, target, advisor)
     # 2. The checkpoint: all ranks open the one that rank 0 finds.
-    checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
+    checkpoint = locate_checkpoint(config, ranks, local_checkpoints)
     with raise_on_all_ranks(world):
         # 3. What differs from the run that wrote it.
         progress, ledger = Progress(), None

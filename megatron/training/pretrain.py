@@ -17,7 +17,7 @@ import torch
 
 from megatron import __version__
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
-from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.config.groups import Config, GivenConfig
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
@@ -118,8 +118,7 @@ def start(
             prepared = prepare(
                 flags,
                 notes,
-                ranks.world,
-                device,
+                ranks,
                 advisor,
                 local_checkpoints,
                 not_done=not_done,
@@ -191,19 +190,17 @@ def _dry_run(
     flags: GivenConfig, notes: Sequence[str], not_done: Sequence[str], advisor: Advisor
 ) -> int:
     _, flags, _, world_size = _requested(flags)
-    here = torch.device("cpu")
     with job_log():
         prepared = prepare(
             flags,
             notes,
-            ALONE,
-            here,
+            SINGLE_RANK,
             advisor,
             world_size=world_size,
             planned_for="cuda",
             not_done=not_done,
         )
-        forecast = describe(prepared, world_size, here, planned_for="cuda")
+        forecast = describe(prepared, world_size, SINGLE_RANK.device, planned_for="cuda")
     # Exit code 2 lets a script refuse to submit a job that cannot run.
     text, code = "everything is in order", 0
     verdict = "fits" if forecast.verdict is None else forecast.verdict.word
