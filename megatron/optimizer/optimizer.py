@@ -196,11 +196,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self,
-        *,
-        rates: StepRates,
-        grad_sq_sum: Tensor,
-        grad_scale: Tensor | float,
+        self, *, rates: StepRates, grad_sq_sum: Tensor, grad_scale: Tensor | float
     ) -> StepOutcome:
         """Update the weights from the gradients, whose sum of squares over all ranks is
         `grad_sq_sum`, and all-gather them block by block. Of `rates` each tensor takes the one that

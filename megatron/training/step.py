@@ -133,10 +133,7 @@ def all_reduce_totals(run: Run, batch: GlobalBatch, sums: dict[str, Tensor]) -> 
             "rank_times": timer.table() if timer and batch.due.log else (),
         }
         numbers = to_device([*chain(*of_host.values())], run.device)
-        own = {
-            "grad_sq_sum": run.optimizer.grad_sq_sum().reshape(1),
-            **sums,
-        }
+        own = {"grad_sq_sum": run.optimizer.grad_sq_sum().reshape(1), **sums}
         own |= zip(of_host, numbers.split([*map(len, of_host.values())]))
         vector = torch.cat([*own.values()])
         with run.waiting_for_all():
@@ -160,11 +157,7 @@ def update(
         if run.checkpoints is not None:  # a save in the background may still read the weights
             with run.timers("save-checkpoint"):
                 run.checkpoints.before_update()
-        outcome = run.optimizer.step(
-            rates=rates,
-            grad_sq_sum=grad_sq_sum,
-            grad_scale=grad_scale,
-        )
+        outcome = run.optimizer.step(rates=rates, grad_sq_sum=grad_sq_sum, grad_scale=grad_scale)
         if run.model.scalars:  # only models with experts have scalars
             run.model.update_routers(totals, outcome.skipped)
         # One copy to the host for all of it, started here and read one step later.

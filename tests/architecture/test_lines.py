@@ -15,9 +15,9 @@ LINES = {
     "megatron/distributed": 2242,
     "megatron/model": 5991,
     "megatron/observe": 1011,
-    "megatron/optimizer": 1276,
+    "megatron/optimizer": 1272,
     "megatron/parallel": 3096,
-    "megatron/training": 3321,
+    "megatron/training": 3314,
 }
 
 
