@@ -414,10 +414,10 @@ an untied head at the rate of all else | decoupled-untied-resume
 = megatron/optimizer/lr_schedule.py ParamSchedule.rates
 a decoupled rate that decays to zero without its own minimum | decoupled-tied
     min_lr=self.decoupled_min_lr => min_lr=0.0
-= megatron/training/reporting.py _rate_metrics
+= megatron/training/reporting.py _metrics
 the rate of the step before | gpt-files
-    {"learning-rate": step_rates.base} => {"learning-rate": run.schedule.rates(
-        run.progress.scheduled_samples - run.config.training.global_batch_size).base}
+    "learning-rate": step.rates.base => "learning-rate": run.schedule.rates(
+        run.progress.scheduled_samples - run.config.training.global_batch_size).base
 """
 
 REPORTS = r"""

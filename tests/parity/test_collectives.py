@@ -160,7 +160,7 @@ def test_experts(gloo_world, size):
 # ---- outside of layers
 
 # of what console lines show
-OTHER_CALLERS = {"_weight_metrics"}
+OTHER_CALLERS = {"_metrics_of_all_ranks"}
 
 
 @pytest.mark.parametrize("sequence", [False, True])
