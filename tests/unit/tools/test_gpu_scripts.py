@@ -142,13 +142,8 @@ def test_a_measurement_is_held_against_the_prediction(tmp_path, monkeypatch):
     assert found["runs"]["ours"]["measured"] == {"step_s": 1.0, "peak_gib": 50.0}
     assert found["runs"]["ours"]["errors"] == {"step_s": -0.2, "peak_gib": -0.04}
     assert found["files"].keys() == {"plan.json"}
-
-
-def test_a_window_whose_facts_are_missing_is_a_measurement(tmp_path, monkeypatch):
-    (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"stage": "ours", "exit_code": 1, "seconds": 30, "limit": 90}) + "\n"
-    )
-    subprocess.run(["tar", "-czf", "all.tgz", "rows.jsonl"], cwd=tmp_path, check=True)
+    # without its facts and its end it is a measurement all the same
+    (tmp_path / "rows.jsonl").write_text(json.dumps(lines[-1] | {"exit_code": 1}) + "\n")
     found = record.record("first", tmp_path)
     assert found["kind"] == "measurement"
     (tmp_path / "first.json").write_text(json.dumps(found))
@@ -212,27 +207,27 @@ def test_every_attention_row_is_checked_by_one_process(load, dtype):
     assert titles("attention dq 128 causal") == ["attention dq 128 causal"]
 
 
-def test_a_check_that_hangs_is_reported_with_the_rows_it_had(load, monkeypatch, tmp_path, capsys):
-    checks, row = load("checks"), {"operator": "norm forward", "key": {}, "ok": True}
-    hangs = tmp_path / "hangs.py"
-    hangs.write_text(
-        f"import time\nprint('''{json.dumps(row)}\n==== note''', flush=True)\ntime.sleep(60)\n"
-    )
-    monkeypatch.setattr(checks, "__file__", str(hangs))
-    assert not checks.check_in_process("norm", time.monotonic() + 3, under=("env",))
-    note, *rows = capsys.readouterr().out.splitlines()
-    fault = {"operator": "norm", "ok": False, "error": "killed: not done after 3 s"}
-    assert note == "# ==== note" and [json.loads(line) for line in rows] == [row, fault]
+ROW = {"operator": "norm forward", "key": {}, "ok": True}
+HANGS = f"import time; print({json.dumps(ROW)!r}, flush=True); time.sleep(60)"
 
 
-def test_a_check_that_cannot_begin_is_reported(load, monkeypatch, tmp_path, capsys):
-    checks = load("checks")
-    (tmp_path / "fails.py").write_text("import none_of_this_name\n")
-    monkeypatch.setattr(checks, "__file__", str(tmp_path / "fails.py"))
-    assert not checks.check_in_process("norm", time.monotonic() + 30)
-    found = json.loads(capsys.readouterr().out)
-    assert found["operator"] == "norm" and not found["ok"]
-    assert found["error"].startswith("exit code 1 ModuleNotFoundError")
+@pytest.mark.parametrize(
+    "script, seconds, rows, fault",
+    [
+        (HANGS, 3, [ROW], "killed: not done after 3 s"),
+        ("import none_of_this_name", 30, [], "exit code 1 ModuleNotFoundError"),
+    ],
+)
+def test_a_check_that_does_not_end_well_is_reported_with_the_rows_it_had(
+    load, monkeypatch, tmp_path, capsys, script, seconds, rows, fault
+):
+    checks, file = load("checks"), tmp_path / "check.py"
+    file.write_text(script)
+    monkeypatch.setattr(checks, "__file__", str(file))
+    assert not checks.check_in_process("norm", time.monotonic() + seconds, under=("env",))
+    *found, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert found == rows and (last["operator"], last["ok"]) == ("norm", False)
+    assert last["error"].startswith(fault)
 
 
 def test_only_wrong_rows_are_checked_again(tmp_path):
