@@ -38,15 +38,13 @@ if __name__ == "__main__":
 
 import torch
 from megatron.kernels.lang import CALLED, launches_to
-from pretended.device import is_view, on_device, pretended_device
+from pretended.device import is_view, on_device
 from pretended.train import (
     BF16,
     DROPOUT,
     LLAMA_BF16,
     Case,
-    fake_parameters,
-    kernels_as_they_are,
-    ranks_of,
+    pretended_gpu,
     with_fault,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,23 +143,18 @@ def one_more_operator(hidden: torch.Tensor) -> torch.Tensor:
 
 def count(case: Case, layers: int, micro_batches: int, fault: bool) -> Launches:
     """The launches of one step, by part."""
-    from programs import without_plan
-
     import pretrain_gpt
 
     case = case._replace(micro_batches=micro_batches, iterations=COUNTED + 1)
     launches = Launches()
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(contextlib.redirect_stdout(None))
-        stack.enter_context(pretended_device())
-        stack.enter_context(ranks_of(case.ranks))
-        stack.enter_context(parts_of_a_step(launches))
-        stack.enter_context(fake_parameters())
-        stack.enter_context(kernels_as_they_are())
-        stack.enter_context(with_fault(one_more_operator if fault else None))
-        stack.enter_context(without_plan())
-        stack.enter_context(launches)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(None),
+        pretended_gpu(case.ranks),
+        parts_of_a_step(launches),
+        with_fault(one_more_operator if fault else None),
+        launches,
+    ):
         words = [*case.words(folder), "--num-layers", str(layers), "--log-interval", "100"]
         code = pretrain_gpt.main(words)
     assert code == 0, code

@@ -270,23 +270,6 @@ def make_weight(block: Any, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def fake_parameters() -> Iterator[None]:
-    from megatron.parallel.blocks import Block
-
-    with mock.patch.object(Block, "_make_weight", make_weight):
-        yield
-
-
-@contextlib.contextmanager
-def kernels_as_they_are() -> Iterator[None]:
-    """The check at start finds nothing wrong: there are no numbers to check."""
-    from megatron.training import prepare
-
-    with mock.patch.object(prepare, "faults", lambda variants, device: {}):
-        yield
-
-
-@contextlib.contextmanager
 def even_rows(log: Log) -> Iterator[None]:
     """All experts have as many rows: as many have to be sent as there are."""
     from megatron.model.experts.dispatch import Dispatcher
@@ -348,29 +331,48 @@ def ranks_of(count: int) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def run(case_and_fault: str) -> dict[str, Any]:
-    """One case: exit code or error, operations by phase, and waits."""
+@contextlib.contextmanager
+def pretended_gpu(ranks: int = 1) -> Iterator[Log]:
+    """The pretended device and what runs on it need: fake parameters, other ranks, no plan, and a
+    check at start that finds nothing wrong, as there are no numbers to check.
+    """
     from programs import without_plan
 
+    from megatron.parallel.blocks import Block
+    from megatron.training import prepare
+
+    with (
+        pretended_device() as log,
+        ranks_of(ranks),
+        mock.patch.object(Block, "_make_weight", make_weight),
+        mock.patch.object(prepare, "faults", lambda variants, device: {}),
+        without_plan(),
+    ):
+        yield log
+
+
+def ended(main: Callable[[list[str]], int], words: list[str]) -> tuple[int | None, str]:
+    """Exit code and error of a program."""
+    try:
+        return main(words), ""
+    except Exception:  # a test shows it
+        return None, traceback.format_exc()
+
+
+def run(case_and_fault: str) -> dict[str, Any]:
+    """One case: exit code or error, operations by phase, and waits."""
     import pretrain_gpt
 
     name, _, fault = case_and_fault.partition("+")
     case = CASES[name]
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        log = stack.enter_context(pretended_device())
-        stack.enter_context(ranks_of(case.ranks))
-        stack.enter_context(phases(log))
-        stack.enter_context(fake_parameters())
-        stack.enter_context(kernels_as_they_are())
-        stack.enter_context(even_rows(log))
-        stack.enter_context(with_fault(FAULTS.get(fault)))
-        stack.enter_context(without_plan())
-        code, error = None, ""
-        try:
-            code = pretrain_gpt.main(case.words(folder))
-        except Exception:  # a test shows it
-            error = traceback.format_exc()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pretended_gpu(case.ranks) as log,
+        phases(log),
+        even_rows(log),
+        with_fault(FAULTS.get(fault)),
+    ):
+        code, error = ended(pretrain_gpt.main, case.words(folder))
     return {
         "code": code,
         "error": error,
@@ -386,15 +388,8 @@ def generate_text(folder: str) -> dict[str, Any]:
     from megatron.checkpoint.reader import Checkpoint
 
     words = ["--load", folder, "--prompt", "5 6 7", "--num-tokens", str(TOKENS), "--top-k", "4"]
-    code, error = None, ""
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(pretended_device())
-        stack.enter_context(fake_parameters())
-        stack.enter_context(mock.patch.object(Checkpoint, "read", lambda *_: None))
-        try:
-            code = generate.main(words)
-        except Exception:  # a test shows it
-            error = traceback.format_exc()
+    with pretended_gpu() as log, mock.patch.object(Checkpoint, "read", lambda *_: None):
+        code, error = ended(generate.main, words)
     return {"code": code, "error": error, "waits": [wait.what for wait in log.waits]}
 
 
