@@ -36,17 +36,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("megatron", "kernels"))
 
 # operations whose result's size depends on values, or that end with a number on the host
-SIZED_BY_VALUES = {
-    "nonzero",
-    "masked_select",
-    "unique_dim",
-    "unique_consecutive",
-    "unique_dim_consecutive",
-    "_unique",
-    "_unique2",
-    "bincount",
-    "equal",
-}
+SIZED_BY_VALUES = set(
+    "nonzero masked_select unique_dim unique_consecutive unique_dim_consecutive _unique _unique2 "
+    "bincount equal".split()
+)
 # torch has no fake one; it writes into its first arguments
 WITHOUT_FAKE = {"_fused_sgd_"}
 

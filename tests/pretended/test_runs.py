@@ -28,26 +28,16 @@ from pretended.train import CASES, FAULTS, Case
 pytestmark = MARKS
 
 LOG, EVALUATION, SAVE = 2, 4, 4  # intervals of train.MODEL and of cases that save
-OFTEN = (
-    "llama",
-    "dropout",
-    "offload",
-    "fp16",
-    "torch",
-    "zero 3",
-    "fp8, blocks",
-    "experts",
-    "experts, loop",
-    "experts, pairs",
-    "context parallel, ring, documents",
-    "short",
-)  # the others are a campaign
+OFTEN = """llama; dropout; offload; fp16; torch; zero 3; fp8, blocks; experts; experts, loop;
+experts, pairs; context parallel, ring, documents; short"""
+OFTEN = re.split(r";\s", OFTEN)  # the others are a campaign
 DEFAULT = ("zero 3",)
-ALONE = {  # faults with a separate test
-    "devices": "test_a_mix_of_devices_is_found",
-    "order": "test_an_operator_without_a_deterministic_form_is_found",
+ERRORS = {  # with which a run ends by a fault that is no wait
+    "mask": "DynamicOutputShapeException",  # torch's fake tensors end there
+    # torch 2.13's words, 2.11's
+    "devices": "Expected all tensors to be on the same|two different devices",
+    "order": "aten.cumsum.default does not have a deterministic implementation",
 }
-WAITS = ("item", "not pinned", "mask")
 SHARE = 0.7  # of an iteration's operations: the forward and backward passes have more
 
 
@@ -64,7 +54,6 @@ def often(tmp_path_factory, request) -> dict[str, dict]:
     """Those of OFTEN and of the faults that are tested, by one process."""
     items = [item for item in request.session.items if item.path == request.path]
     tested = {item.callspec.id if hasattr(item, "callspec") else item.name for item in items}
-    tested |= {fault for fault, test in ALONE.items() if test in tested}
     names = [name for name in OFTEN if name in tested]
     names += [f"short+{fault}" for fault in FAULTS if fault in tested]
     return train(tmp_path_factory.mktemp("pretended"), names)
@@ -140,35 +129,14 @@ def test_every_other_run_waits_for_nothing_else(tmp_path, name):
     assert bool(saved) == CASES[name].saves
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, marks=[] if fault == "item" else pytest.mark.full) for fault in WAITS],
-)
-def test_a_wait_in_a_step_is_found(often, fault):
-    """One that is put behind each layer."""
-    result = often[f"short+{fault}"]
-    wrong = faults(CASES["short"], result)
-    if fault == "mask":  # torch's fake tensors end there
-        assert "DynamicOutputShapeException" in wrong[0]
-    else:
-        layers, passes = 2, CASES["short"].micro_batches
-        (first, second) = wrong
-        assert first.startswith(f"{layers * passes} of ('training', 1, ") and "not 0" in first
-        assert second.startswith(f"{layers * passes} of ('training', 2, ") and "not 0" in second
-
-
-def test_every_fault_is_tried():
-    assert {*WAITS, *ALONE} == set(FAULTS)
-
-
-def test_a_mix_of_devices_is_found(often):
-    """A tensor of the host added to one of the device."""
-    (wrong,) = faults(CASES["short"], often["short+devices"])
-    # torch 2.13's words, 2.11's
-    assert re.search("Expected all tensors to be on the same|two different devices", wrong)
-
-
-@pytest.mark.full
-def test_an_operator_without_a_deterministic_form_is_found(often):
-    (wrong,) = faults(CASES["short"], often["short+order"])
-    assert "aten.cumsum.default does not have a deterministic implementation" in wrong
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.default("item", "devices")
+def test_a_fault_behind_each_layer_is_found(often, fault):
+    wrong = faults(CASES["short"], often[f"short+{fault}"])
+    if fault in ERRORS:
+        assert len(wrong) == 1 and re.search(ERRORS[fault], wrong[0])
+        return
+    layers, passes = 2, CASES["short"].micro_batches
+    for iteration, found in zip((1, 2), wrong, strict=True):
+        assert found.startswith(f"{layers * passes} of ('training', {iteration}, ")
+        assert "not 0" in found

@@ -169,32 +169,14 @@ CASES = {
 # ---- faults that a test puts in
 
 
-def _reads_a_number(hidden: torch.Tensor) -> None:
-    hidden.sum().item()
-
-
-def _copies_without_pinning(hidden: torch.Tensor) -> None:
-    hidden + torch.ones(hidden.shape[-1]).to(hidden.device, non_blocking=True)
-
-
-def _takes_what_is_not_zero(hidden: torch.Tensor) -> None:
-    hidden[hidden > 0]
-
-
-def _adds_up_in_any_order(hidden: torch.Tensor) -> None:
-    hidden.detach().cumsum(0)
-
-
-def _mixes_devices(hidden: torch.Tensor) -> None:
-    hidden + torch.ones(hidden.shape[-1])
-
-
-FAULTS: dict[str, Callable[[torch.Tensor], None]] = {
-    "item": _reads_a_number,
-    "not pinned": _copies_without_pinning,
-    "mask": _takes_what_is_not_zero,
-    "devices": _mixes_devices,
-    "order": _adds_up_in_any_order,
+FAULTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda hidden: hidden.sum().item(),
+    "not pinned": lambda hidden: (
+        hidden + torch.ones(hidden.shape[-1]).to(hidden.device, non_blocking=True)
+    ),
+    "mask": lambda hidden: hidden[hidden > 0],
+    "devices": lambda hidden: hidden + torch.ones(hidden.shape[-1]),
+    "order": lambda hidden: hidden.detach().cumsum(0),
 }
 
 
