@@ -53,6 +53,11 @@ def narrow_to_8(values: np.ndarray, kind: tl.dtype) -> np.ndarray:
     )
 
 
+def check_float32(kind: tl.dtype, conversion: str) -> None:
+    if kind != tl.float32:
+        raise TypeError(f"{conversion} in the interpreter: go through float32")
+
+
 def patch() -> None:
     """Change the interpreter of this process; again does nothing."""
     if getattr(Builder, "honest", False):
@@ -69,66 +74,34 @@ def patch() -> None:
     def cast_impl(self, source, target):
         kind = target.scalar
         if is_bf16(source) and kind != tl.bfloat16:
-            if kind != tl.float32:
-                raise TypeError(f"bf16 to {kind} in the interpreter: go through float32")
+            check_float32(kind, f"bf16 to {kind}")
             return Handle(widen(source.data), kind)
         if kind == tl.bfloat16 and not is_bf16(source):
-            if source.dtype.scalar != tl.float32:
-                raise TypeError(
-                    f"{source.dtype.scalar} to bf16 in the interpreter: go through float32"
-                )
+            check_float32(source.dtype.scalar, f"{source.dtype.scalar} to bf16")
             return Handle(narrow(source.data), kind)
         return cast(self, source, target)
 
     def create_fp_to_fp(self, source, target, mode):
         kind = target.scalar
         if kind in EIGHT:
-            if source.dtype.scalar != tl.float32:
-                raise TypeError(
-                    f"{source.dtype.scalar} to {kind} in the interpreter: go through float32"
-                )
+            check_float32(source.dtype.scalar, f"{source.dtype.scalar} to {kind}")
             return Handle(narrow_to_8(source.data, kind), kind)
-        return (
-            cast_impl(self, source, target)
-            if is_bf16(source) or kind == tl.bfloat16
-            else round_to(self, source, target, mode)
-        )
+        if is_bf16(source) or kind == tl.bfloat16:
+            return cast_impl(self, source, target)
+        return round_to(self, source, target, mode)
 
     def create_descriptor_reduce(self, kind, descriptor, value, indices):
         assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD
         pointers, inside = descriptor.materialize_pointers(indices)
-        return self.create_atomic_rmw(
-            ir.ATOMIC_OP.FADD,
-            pointers,
-            value,
-            Handle(inside, tl.int1),
-            ir.MEM_SEMANTIC.RELAXED,
-            ir.MEM_SYNC_SCOPE.GPU,
-        )
+        order = ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU
+        mask = Handle(inside, tl.int1)
+        return self.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, mask, *order)
 
-    Builder.create_dot, Builder.cast_impl, Builder.create_fp_to_fp = (
-        create_dot,
-        cast_impl,
-        create_fp_to_fp,
-    )
-    Builder.create_descriptor_reduce = create_descriptor_reduce
-    arithmetic = (
-        "binary_op",
-        "unary_op",
-        "create_fma",
-        "create_clampf",
-        "create_fabs",
-        "create_exp",
-        "create_exp2",
-        "create_log",
-        "create_log2",
-        "create_sqrt",
-        "create_rsqrt",
-        "create_sin",
-        "create_cos",
-        "create_floor",
-        "create_erf",
-    )
+    for function in (create_dot, cast_impl, create_fp_to_fp, create_descriptor_reduce):
+        setattr(Builder, function.__name__, function)
+    arithmetic = """binary_op unary_op create_fma create_clampf create_fabs create_exp create_exp2
+    create_log create_log2 create_sqrt create_rsqrt create_sin create_cos create_floor
+    create_erf""".split()
     for name in arithmetic:
         if hasattr(Builder, name):
             setattr(Builder, name, _refusing(name, getattr(Builder, name)))

@@ -11,22 +11,17 @@ from megatron.kernels import dispatch
 from megatron.kernels.dispatch import choose, read_measured
 from megatron.kernels.tools import adopt as tool
 
+ROLES = {"kernel": "ours", "rival": "torch", "": "liger"}
+
 
 def row(operator, case, role, milliseconds, fault=None):
     """A row as the benchmark writes it, 3% of noise on its times."""
-    draw, times = random.Random(f"{case}{role}"), []
-    if milliseconds is not None:
-        times = [milliseconds * draw.uniform(0.97, 1.03) for _ in range(20)]
-    return {
-        "part": "memory",
-        "case": case,
-        "implementation": {"kernel": "ours", "rival": "torch", "": "liger"}[role],
-        "operator": operator,
-        "role": role,
-        "milliseconds": milliseconds,
-        "fault": fault,
-        "all": times,
-    }
+    draw = random.Random(f"{case}{role}")
+    noise = [draw.uniform(0.97, 1.03) for _ in range(20)]
+    times = [] if milliseconds is None else [milliseconds * each for each in noise]
+    given = {"case": case, "operator": operator, "role": role, "fault": fault}
+    given |= {"part": "memory", "implementation": ROLES[role]}
+    return given | {"milliseconds": milliseconds, "all": times}
 
 
 def pair(operator, case, ours, theirs):
@@ -35,17 +30,9 @@ def pair(operator, case, ours, theirs):
 
 
 def results(*rows, **changes):
-    return {
-        "device": "Made-up H200",
-        "architecture": 90,
-        "torch": "2.13.0",
-        "triton": "3.6.0",
-        "date": "2000-01-01",
-        "tiny": False,
-        "finished": True,
-        "rows": list(rows),
-        **changes,
-    }
+    about = {"device": "Made-up H200", "architecture": 90, "torch": "2.13.0", "triton": "3.6.0"}
+    about |= {"date": "2000-01-01", "tiny": False, "finished": True}
+    return about | {"rows": list(rows), **changes}
 
 
 @pytest.fixture
@@ -83,16 +70,21 @@ def test_what_wins_is_taken_by_auto(adopt, monkeypatch):
     assert choose("norm", "auto", gpu, torch.bfloat16).implementation == "torch"
 
 
-def test_a_difference_within_the_noise_is_no_win(adopt):
-    _, rows = adopt(results(*pair("norm", "forward", 1.0, 1.001)))
-    assert rows["norm"]["low"] < 1 < rows["norm"]["high"] and not rows["norm"]["wins"]
+HEAVY = pair("norm", "heavy", 10.0, 15.0)
 
 
-def test_one_case_that_is_clearly_lost_is_enough(adopt):
-    _, rows = adopt(results(*pair("norm", "heavy", 10.0, 15.0), *pair("norm", "light", 1.0, 0.8)))
-    assert rows["norm"]["low"] > 1 and not rows["norm"]["wins"]
-    _, rows = adopt(results(*pair("norm", "heavy", 10.0, 15.0), *pair("norm", "light", 1.0, 0.98)))
-    assert rows["norm"]["wins"]
+@pytest.mark.parametrize(
+    "cases, is_sure, wins",
+    [
+        (pair("norm", "forward", 1.0, 1.001), False, False),
+        ([*HEAVY, *pair("norm", "light", 1.0, 0.8)], True, False),  # one that is clearly lost
+        ([*HEAVY, *pair("norm", "light", 1.0, 0.98)], True, True),
+    ],
+    ids=["noise", "one case lost", "one case within the noise"],
+)
+def test_what_is_no_win(adopt, cases, is_sure, wins):
+    norm = adopt(results(*cases))[1]["norm"]
+    assert norm["high"] > 1 and (norm["low"] > 1, norm["wins"]) == (is_sure, wins)
 
 
 @pytest.mark.parametrize(

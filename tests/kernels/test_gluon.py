@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -165,77 +166,58 @@ def test_on_a_gpu():
     subprocess.run([sys.executable, "-c", GLUON_CHECK], cwd=ROOT, timeout=200, check=True)
 
 
-# A kernel, what is changed in its source, what into, and what must be reported. One of each kind.
-MUTANTS = {
-    "q's phase does not change": (
-        "forward",
-        "q_full.index(PART), index & 1",
-        "q_full.index(PART), 0",
-        "is read|deadlock",
-    ),
-    "k is released too early": (
-        "forward",
-        "        x = warpgroup_mma_wait(1, deps=[x])\n"
-        "        release(k_empty.index(PART * STAGES + (count + 1) % STAGES))\n",
-        "        release(k_empty.index(PART * STAGES + (count + 1) % STAGES))\n"
-        "        x = warpgroup_mma_wait(1, deps=[x])\n",
-        "is written, and a read",
-    ),
-    "warps do not meet before a release": (
-        "forward",
-        "    gl.thread_barrier()\n    mbarrier.expect(empty, 0)\n",
-        "    mbarrier.expect(empty, 0)\n",
-        "is written, and a read|a phase ends",
-    ),
-    "a buffer beyond the ring": (
-        "forward",
-        "k_ring.index(count % STAGES)",
-        "k_ring.index(count)",
-        "buffer 2 of 2",
-    ),
-    "a wait for too little": (
-        "forward",
-        "x = warpgroup_mma_wait(1, deps=[x])",
-        "x = warpgroup_mma_wait(2, deps=[x])",
-        "before it was waited for",
-    ),
-    "no fence before the store": (
-        "forward",
-        "        fence_async_shared()\n",
-        "",
-        "has no fence",
-    ),
-    "the last store is not waited for": (
-        "forward",
-        "    tma.store_wait(0)\n",
-        "    pass\n",
-        "before a store|is written",
-    ),
-    "tiles are counted forwards": (
-        "forward",
-        "place = gl.where(rounds % 2 == 0, program, programs - 1 - program)",
-        "place = program",
-        "outside its tensor|beyond",
-    ),
-    "dk takes q of another block": (
-        "dkv",
-        "dk = add_product(dk, ds, q_ring.index(before)",
-        "dk = add_product(dk, ds, q_ring.index((count + 1) % STAGES)",
-        "is read|is written",
-    ),
-    "bytes of lse and delta are forgotten": (
-        "dkv",
-        "2 * q.block_type.nbytes + 2 * base.block_type.nbytes",
-        "2 * q.block_type.nbytes",
-        "deadlock|is read",
-    ),
-    "both consumers store the same rows": (
-        "dq",
-        "+= PART * R",
-        "+= 0 * R",
-        "written twice",
-    ),
-}
+# Of each: the kernel, what must be reported, and a change of its source. One of each kind.
+MUTANTS = """
+q's phase does not change; forward; is read|deadlock
+-q_full.index(PART), index & 1
++q_full.index(PART), 0
+k is released too early; forward; is written, and a read
+-        x = warpgroup_mma_wait(1, deps=[x])
+-        release(k_empty.index(PART * STAGES + (count + 1) % STAGES))
++        release(k_empty.index(PART * STAGES + (count + 1) % STAGES))
++        x = warpgroup_mma_wait(1, deps=[x])
+warps do not meet before a release; forward; is written, and a read|a phase ends
+-    gl.thread_barrier()
+-    mbarrier.expect(empty, 0)
++    mbarrier.expect(empty, 0)
+a buffer beyond the ring; forward; buffer 2 of 2
+-k_ring.index(count % STAGES)
++k_ring.index(count)
+a wait for too little; forward; before it was waited for
+-x = warpgroup_mma_wait(1, deps=[x])
++x = warpgroup_mma_wait(2, deps=[x])
+no fence before the store; forward; has no fence
+-        fence_async_shared()
+the last store is not waited for; forward; before a store|is written
+-    tma.store_wait(0)
++    pass
+tiles are counted forwards; forward; outside its tensor|beyond
+-place = gl.where(rounds % 2 == 0, program, programs - 1 - program)
++place = program
+dk takes q of another block; dkv; is read|is written
+-dk = add_product(dk, ds, q_ring.index(before)
++dk = add_product(dk, ds, q_ring.index((count + 1) % STAGES)
+bytes of lse and delta are forgotten; dkv; deadlock|is read
+-2 * q.block_type.nbytes + 2 * base.block_type.nbytes
++2 * q.block_type.nbytes
+both consumers store the same rows; dq; written twice
+-+= PART * R
+++= 0 * R
+""".strip()
+
+
+def read_mutants() -> dict[str, tuple[str, str, dict[str, str]]]:
+    """By name: kernel, message, and the change by what it replaces."""
+    found = {}
+    for block in re.split(r"\n(?![-+])", MUTANTS):
+        head, *lines = block.splitlines()
+        name, kernel, message = head.split("; ")
+        old, new = ("\n".join(x[1:] for x in lines if x[0] == sign) for sign in "-+")
+        found[name] = kernel, message, {old: new}
+    return found
+
+
+FAULTS = read_mutants()
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +244,7 @@ def jobs():
     }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.default(
     "q's phase does not change",
     "k is released too early",
@@ -273,13 +255,13 @@ def jobs():
 )
 def test_mutants_are_found(interpreted, monkeypatch, jobs, name):
     """In whatever order things happen."""
-    which, old, new, message = MUTANTS[name]
+    which, message, change = FAULTS[name]
     layout = replace(gluon_backward.configuration("dkv", 64), stages=3)
     monkeypatch.setattr(gluon_backward, "configuration", lambda kernel, d: layout)
     other = "dq" if which == "dkv" else "dkv"
     monkeypatch.setattr(gluon_backward, f"_launch_{other}", lambda *_: None)
     for seed in range(2):
-        interpreted(4, seed, **{which: {old: new}})
+        interpreted(4, seed, **{which: change})
         with pytest.raises(Fault, match=message):
             if which == "forward":
                 gluon_forward.forward(*jobs["forward"])

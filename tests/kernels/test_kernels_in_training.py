@@ -84,33 +84,25 @@ def steps_of_rank(flags: tuple[str, ...]) -> list[tuple[float, float]]:
     return [(step.loss, step.grad_norm) for step in run_case(flags).steps]
 
 
-SPLIT_BACKWARD = (
-    "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --num-layers 2 "
-    "--global-batch-size 2"
-)
-SELECTIVE = (
-    "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective "
-    "--recompute-modules layernorm qkv core_attn mlp"
-)
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+CP2 = "--context-parallel-size 2 --cp-comm-type"
+LAYOUTS = {
+    "recomputed": f"{TP2} --recompute-granularity full",
+    "allgather": f"{CP2} allgather",
+    "a2a": f"{CP2} a2a",
+    "ring": f"{CP2} p2p --seq-length 16",
+    "split backward": "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble "
+    "--num-layers 2 --global-batch-size 2",
+    "selective": f"{TP2} --recompute-granularity selective "
+    "--recompute-modules layernorm qkv core_attn mlp",
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks have CPU tensors")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full",
-        "--context-parallel-size 2 --cp-comm-type allgather",
-        "--context-parallel-size 2 --cp-comm-type a2a",
-        "--context-parallel-size 2 --cp-comm-type p2p --seq-length 16",
-        pytest.param(SPLIT_BACKWARD, id="split backward"),
-        pytest.param(SELECTIVE, id="selective"),
-    ],
-)
-@pytest.mark.default(
-    "--context-parallel-size 2 --cp-comm-type p2p --seq-length 16", "split backward", "selective"
-)
-def test_losses_of_two_ranks_agree(gloo_world, layout):
-    flags, world = (*MODEL, *layout.split(), "--train-iters", "1"), gloo_world(2)
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.default("ring", "split backward", "selective")
+def test_losses_of_two_ranks_agree(gloo_world, name):
+    flags, world = (*MODEL, *LAYOUTS[name].split(), "--train-iters", "1"), gloo_world(2)
     (torchs, _), (ours, _) = (world.run(steps_of_rank, (*flags, *more)) for more in ((), ALL))
     assert len(torchs) == len(ours) == 1 and ours != torchs
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(torchs), rtol=2e-5, atol=0)

@@ -40,19 +40,12 @@ def test_candidates_are_others_and_each_is_compiled_as_it_says():
     assert (shape.num_warps, shape.num_stages) == (8, 4) and shape.options == {"maxnreg": 128}
     assert find("attention dq", 90, d=128, kind="causal") is row  # as before
     moved = tool.candidates(find("norm backward", 90, kind="whole", bytes=2), 90)
-    assert {tuple(each.numbers.values()) for each in moved} >= {
-        (1024, 16, 2112, 3),
-        (2048, 8, 2112, 3),
-        (2048, 16, 4224, 3),
-        (2048, 16, 2112, 6),
-    }
-    for registers, shared, warps, arch, blocks in (
-        (128, 98592, 8, 90, 2),
-        (129, 0, 8, 90, 1),
-        (64, 98592, 4, 80, 1),
-    ):
-        facts = {"registers": registers, "shared": shared, "num_warps": warps}
-        assert tool.blocks_of_an_sm(facts, arch) == blocks
+    others = {(1024, 16, 2112, 3), (2048, 8, 2112, 3), (2048, 16, 4224, 3), (2048, 16, 2112, 6)}
+    assert {tuple(each.numbers.values()) for each in moved} >= others
+    for facts, blocks in (((128, 98592, 8, 90), 2), ((129, 0, 8, 90), 1), ((64, 98592, 4, 80), 1)):
+        *numbers, arch = facts
+        named = dict(zip(("registers", "shared", "num_warps"), numbers, strict=True))
+        assert tool.blocks_of_an_sm(named, arch) == blocks
 
 
 def test_what_won_is_written_and_nothing_else():
@@ -101,11 +94,8 @@ def test_a_wrong_result_is_named():
 @pytest.mark.full
 def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     def call(*arguments: str) -> str:
-        monkeypatch.setattr(
-            sys,
-            "argv",
-            ["tune.py", "--tiny", "--out", str(tmp_path / "tuned.jsonl"), *arguments],
-        )
+        words = ["tune.py", "--tiny", "--out", str(tmp_path / "tuned.jsonl"), *arguments]
+        monkeypatch.setattr(sys, "argv", words)
         assert tool.main() == 0
         return capsys.readouterr().out.splitlines()[-1]
 
@@ -115,10 +105,8 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     before, table = (tmp_path / "tuned.jsonl").read_text(), configurations.FILE.read_text()
     line = json.loads(before)
     assert line["tried"] == 2 and line["ms"] > 0 and line["fault"] == "" and line["tiny"]
-    assert (
-        call("--only", "norm backward wide", "--write") == "1 rows measured, 0 left"
-        and (tmp_path / "tuned.jsonl").read_text() == before
-    )
+    assert call("--only", "norm backward wide", "--write") == "1 rows measured, 0 left"
+    assert (tmp_path / "tuned.jsonl").read_text() == before
     assert configurations.FILE.read_text() == table  # tiny results are not written
 
 
