@@ -108,24 +108,24 @@ def test_unreadable(tmp_path, capsys):
     assert "not an events file" in capsys.readouterr().err
 
 
-def row(event: str, time: float, iteration: int, **fields) -> dict:
-    return {"event": event, "time": time, "iteration": iteration, **fields}
+def row(event: str, time: float, iteration: int, seconds: float = 0.0, **fields) -> dict:
+    return {"event": event, "time": time, "iteration": iteration, "seconds": seconds, **fields}
 
 
 def test_what_is_counted_as_what():
     """By hand: 4 steps of which 2 are made again, one skipped, one pause of each kind."""
     events = [
         row("start", 100.0, 0),
-        row("ready", 110.0, 0, seconds=10.0),
-        row("steps", 115.0, 1, count=1, seconds=5.0, first=True),
-        row("steps", 118.0, 4, count=3, seconds=3.0, data=0.3),  # kept up to 2
+        row("ready", 110.0, 0, 10.0),
+        row("steps", 115.0, 1, 5.0, count=1, first=True),
+        row("steps", 118.0, 4, 3.0, count=3, data=0.3),  # kept up to 2
         row("start", 130.0, 2),  # killed; 12 s later
-        row("restore", 134.0, 2, seconds=4.0),
-        row("ready", 140.0, 2, seconds=6.0),
-        row("steps", 141.0, 3, count=1, seconds=1.0, first=True),
-        row("steps", 143.0, 5, count=2, seconds=2.0, skipped=1),
-        row("evaluation", 145.0, 5, seconds=2.0),
-        row("checkpoint", 146.0, 5, seconds=1.0),
+        row("restore", 134.0, 2, 4.0),
+        row("ready", 140.0, 2, 6.0),
+        row("steps", 141.0, 3, 1.0, count=1, first=True),
+        row("steps", 143.0, 5, 2.0, count=2, skipped=1),
+        row("evaluation", 145.0, 5, 2.0),
+        row("checkpoint", 146.0, 5, 1.0),
         row("end", 146.0, 5, code=0),
     ]
     found = account(events)
@@ -155,15 +155,15 @@ def two_starts() -> list[dict]:
     """A run of two starts of 46 s in all."""
     return [
         row("start", 100.0, 0),
-        row("ready", 110.0, 0, seconds=10.0),
-        row("steps", 115.0, 1, count=1, seconds=5.0, first=True),
-        row("steps", 118.0, 4, count=3, seconds=3.0),
+        row("ready", 110.0, 0, 10.0),
+        row("steps", 115.0, 1, 5.0, count=1, first=True),
+        row("steps", 118.0, 4, 3.0, count=3),
         row("end", 118.0, 4, code=85),
         row("start", 118.0, 4),
-        row("ready", 120.0, 4, seconds=2.0),
-        row("steps", 125.0, 5, count=1, seconds=5.0, first=True),
-        row("evaluation", 128.0, 5, seconds=3.0),
-        row("steps", 146.0, 10, count=5, seconds=18.0),
+        row("ready", 120.0, 4, 2.0),
+        row("steps", 125.0, 5, 5.0, count=1, first=True),
+        row("evaluation", 128.0, 5, 3.0),
+        row("steps", 146.0, 10, 18.0, count=5),
         row("end", 146.0, 10, code=0),
     ]
 

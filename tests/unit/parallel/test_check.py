@@ -77,30 +77,23 @@ def exchange(schedule: Schedule, rank: int, one: Action, two: Action) -> Schedul
 GPIPE, ONE = build_schedule("gpipe", 2, 1, 3), build_schedule("1f1b", 2, 1, 3)
 
 
-@pytest.mark.parametrize(
-    "schedule, words",
-    [
-        (
-            exchange(ONE, 1, Action(F, 1, 1), Action(B, 1, 1)),
-            "(backward of stage 1, micro-batch 1) comes before the forward of stage 1, micro",
-        ),
-        (
-            changed(GPIPE, 0, lambda actions: actions.insert(0, Action(F, 1, 0))),
-            "(forward of stage 1, micro-batch 0) is on the wrong rank: stage 1 lies on rank 1",
-        ),
-        (dataclasses.replace(GPIPE, placement=(0, 2)), "its placement (0, 2) names other ranks"),
-        (
-            dataclasses.replace(GPIPE, micro_batches=4),
-            "rank 0 has for stage 0, micro-batch 3: nothing",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named(schedule: Schedule, words: str):
+CROSSED = exchange(ONE, 1, Action(F, 1, 1), Action(B, 1, 1))
+MISPLACED = changed(GPIPE, 0, lambda actions: actions.insert(0, Action(F, 1, 0)))
+WRONG = {
+    "(backward of stage 1, micro-batch 1) comes before the forward of stage 1, micro": CROSSED,
+    "(forward of stage 1, micro-batch 0) is on the wrong rank: stage 1 lies on rank 1": MISPLACED,
+    "its placement (0, 2) names other ranks": dataclasses.replace(GPIPE, placement=(0, 2)),
+    "0 has for stage 0, micro-batch 3: nothing": dataclasses.replace(GPIPE, micro_batches=4),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_wrong_is_named(words: str):
+    schedule = WRONG[words]
     with pytest.raises(ScheduleError) as caught:
         check(schedule)
-    assert words in str(caught.value) and str(caught.value).startswith(
-        f"schedule {schedule.name}: "
-    )
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"schedule {schedule.name}: ")
 
 
 def test_a_circle_of_ranks_is_named():

@@ -96,16 +96,16 @@ RUN = (
 ).split()
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--torch-compile",
-        "--recompute-granularity full",
-        "--zero-stage 2",
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
-    ],
-)
+REFUSED = """
+--torch-compile
+--recompute-granularity full
+--zero-stage 2
+--tensor-model-parallel-size 2
+--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("flags", REFUSED)
 def test_what_cannot_be_captured_is_refused_with_the_reason(flags):
     config = parse_arguments([*RUN, *flags.split(), "--global-batch-size", "8"]).config
     refused = " ".join(flags.split()[-2:])

@@ -73,12 +73,13 @@ def count_live(names: list[str], micro_batches: list[int]) -> list[dict[str, dic
             for kind in ("training", "evaluation"):
                 training = kind == "training"
                 counted.peak.clear()
+                schedule = (
+                    build_schedule(name, groups.pp.size, job.virtual, count)
+                    if training
+                    else forward_only(job.placement, count)
+                )
                 with torch.set_grad_enabled(training):
-                    job.step(
-                        build_schedule(name, groups.pp.size, job.virtual, count)
-                        if training
-                        else forward_only(job.placement, count)
-                    )
+                    job.step(schedule)
                 row[kind] = dict(counted.peak)
             counted.look()
             assert not counted.inputs and not counted.stash
@@ -96,12 +97,8 @@ def test_stage_inputs_alive_are_those_of_the_schedule(gloo_world):
     for index, (name, count) in enumerate((name, count) for name in NAMES for count in counts):
         bounds = check(build_schedule(name, ranks, VIRTUAL.get(name, 1), count))
         for rank in range(ranks):
-            peak = ranked[rank][index]["training"]
-            assert (peak["saved"], peak.get("stashed", 0)) == (
-                bounds.saved[rank],
-                bounds.deferred[rank],
-            ), (name, count, rank)
-            assert peak["in flight"] == bounds.in_flight[rank], (name, count, rank)
-            assert ranked[rank][index]["evaluation"].get("saved", 0) <= 1 + (
-                name == "zero-bubble-v"
-            ), (name, count, rank)
+            where, (training, evaluation) = (name, count, rank), ranked[rank][index].values()
+            assert training["saved"] == bounds.saved[rank], where
+            assert training.get("stashed", 0) == bounds.deferred[rank], where
+            assert training["in flight"] == bounds.in_flight[rank], where
+            assert evaluation.get("saved", 0) <= 1 + (name == "zero-bubble-v"), where

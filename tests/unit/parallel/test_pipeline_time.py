@@ -79,13 +79,7 @@ def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
     )
     pipeline.run(schedule, repeat(None), 1.0)
     spans = zip(schedule.actions[groups.pp.rank], passes.spans, strict=True)
-    return [
-        {
-            "spans": [
-                [action.kind.value, action.stage, action.micro, *span] for action, span in spans
-            ]
-        }
-    ]
+    return [{"spans": [[action.kind.value, *action[1:3], *span] for action, span in spans]}]
 
 
 UNEVEN = {kind: [1.0 + stage % 3 + (kind == "W") for stage in range(2 * RANKS)] for kind in "FIW"}
@@ -96,14 +90,8 @@ def test_steps_take_the_simulated_time_and_zero_bubble_has_a_third_of_the_idle_t
     idle = {}
     for name in tool.SCHEDULES:
         for costs in (tool.even_costs(name, 1.0), UNEVEN):
-            row = tool.sleep_row(
-                "",
-                name,
-                MICRO_BATCHES,
-                costs,
-                0.0,
-                gloo_world(RANKS).run(clocked_step, name, costs),
-            )
+            found = gloo_world(RANKS).run(clocked_step, name, costs)
+            row = tool.sleep_row("", name, MICRO_BATCHES, costs, 0.0, found)
             assert (row["achieved"], row["idle"]) == (row["simulated"], row["idle_simulated"]), name
             idle.setdefault(name, row["idle"])
     assert idle["1f1b"] == 3 * (RANKS - 1)

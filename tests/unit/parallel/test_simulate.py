@@ -34,11 +34,8 @@ def test_interleaving_divides_the_bubble():
         for virtual in (1, 2, 3, 4):
             for m in (ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks + 2):
                 _, line = run("interleaved", ranks, m, virtual)
-                assert idle(line) == pytest.approx([3 * (ranks - 1) / virtual] * ranks), (
-                    ranks,
-                    virtual,
-                    m,
-                )
+                expected = [3 * (ranks - 1) / virtual] * ranks
+                assert idle(line) == pytest.approx(expected), (ranks, virtual, m)
 
 
 def test_zero_bubble_is_idle_a_third_of_1f1b():
@@ -75,12 +72,9 @@ def test_messages_take_latency_once_and_their_link_each():
     placement, m = (0, 1, 2), 5
     actions = tuple(tuple(Action(F, stage, i) for i in range(m)) for stage in range(3))
     schedule = Schedule("forward", placement, m, actions)
-    assert simulate(
-        schedule, Costs.even(schedule, latency=0.25, message=0.5)
-    ).end == 3 + 2 * 0.75 + (m - 1)
-    assert simulate(
-        schedule, Costs.even(schedule, latency=0.25, message=4.0)
-    ).end == 3 + 2 * 4.25 + 4 * (m - 1)
+    for message, end in ((0.5, 3 + 2 * 0.75 + (m - 1)), (4.0, 3 + 2 * 4.25 + 4 * (m - 1))):
+        costs = Costs.even(schedule, latency=0.25, message=message)
+        assert simulate(schedule, costs).end == end
 
 
 def test_a_message_starts_when_its_receive_is_posted():

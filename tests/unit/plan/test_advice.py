@@ -128,12 +128,10 @@ def test_what_a_banner_says():
         "warning" in line for line in silent
     )
     assert loud[: len(silent)] == silent
-    assert loud[len(silent)] == (
-        "warning: with 50 GB/s a rank and 40% of 989 TFLOP/s the reduce-scatter of the last "
-        "micro-batch does not hide: "
+    warning = loud[len(silent)]
+    assert warning.startswith("warning: with 50 GB/s a rank and 40% of 989 TFLOP/s the reduce-")
+    assert warning.endswith(
         "1,024 tokens a micro-batch of 7,912 needed; --micro-batch-size 8 helps"
     )
-    hidden = configure(SEVEN, 64, "--zero-stage", 2, "--micro-batch-size", 8)
-    assert banner_lines(MemoryPlan(hidden, VOCAB, 64), Machine()) == banner_lines(
-        MemoryPlan(hidden, VOCAB, 64), None
-    )
+    hidden = MemoryPlan(configure(SEVEN, 64, "--zero-stage 2 --micro-batch-size 8"), VOCAB, 64)
+    assert banner_lines(hidden, Machine()) == banner_lines(hidden, None)

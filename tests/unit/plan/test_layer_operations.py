@@ -39,16 +39,15 @@ DOWN = HIDDEN * (QUERIES + LATENT + POSITION)
 EP = "--expert-model-parallel-size"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        DENSE,
-        f"{EXPERTS} {EP} 8 {SHARED}",
-        DENSE + LATENTS,
-        EXPERTS + LATENTS + NARROW,
-    ],
-    ids=["dense", "experts", "latent", "latent, experts"],
-)
+OF_LAYERS = {
+    "dense": DENSE,
+    "experts": f"{EXPERTS} {EP} 8 {SHARED}",
+    "latent": DENSE + LATENTS,
+    "latent, experts": EXPERTS + LATENTS + NARROW,
+}
+
+
+@pytest.mark.parametrize("flags", OF_LAYERS.values(), ids=OF_LAYERS)
 def test_a_layer_computes_what_the_arithmetic_counts(flags):
     """Products, and attention of the causal half, with as many channels of values as of keys. The
     backward pass of fused attention computes its scores again, which the model's FLOPs do not

@@ -152,14 +152,14 @@ def test_the_choice_and_its_reasons():
     assert choose_layers(configure("pp2"), VOCAB, world, "cuda") == (configure("pp2"), [])
 
 
+SELECTIVE = "--recompute-granularity selective --recompute-modules mlp layernorm"
+
+
 @pytest.mark.parametrize(
     "flags, counted",
     [
         ("", ""),
-        (
-            "--recompute-granularity selective --recompute-modules mlp layernorm",
-            "selective (mlp, layernorm)",
-        ),
+        (SELECTIVE, "selective (mlp, layernorm)"),
         ("--recompute-layers full*2 none*4", "by layers (full*2 none*4)"),
     ],
 )
@@ -177,25 +177,20 @@ def test_nothing_fits():
         choose_layers(config, VOCAB, 2, "cuda")
 
 
-@pytest.mark.parametrize(
-    "flags, fault",
-    [
-        ("--recompute auto", "--recompute auto: set --memory-budget"),
-        ("--memory-budget 3", "--memory-budget 3: has no effect without --recompute auto"),
-        (
-            "--recompute auto --memory-budget 3 --recompute-granularity full",
-            "--recompute auto: is not supported with --recompute-granularity full",
-        ),
-        ("--recompute full", "--recompute full: auto chooses; give --recompute-granularity full"),
-        ("--recompute-layers all*3", "--recompute-layers: 'all*3': 'all' is none of none, full"),
-        ("--recompute-layers layernorm+moe*3", "moe and moe_act need --num-experts"),
-        (
-            "--recompute auto --memory-budget 3 --cuda-graphs",
-            "--cuda-graphs: is not supported with --recompute auto",
-        ),
-    ],
-)
-def test_what_is_refused(flags, fault):
+REFUSED = """
+--recompute auto => --recompute auto: set --memory-budget
+--memory-budget 3 => --memory-budget 3: has no effect without --recompute auto
+--recompute auto --memory-budget 3 --recompute-granularity full => auto: is not supported with
+--recompute full => --recompute full: auto chooses; give --recompute-granularity full
+--recompute-layers all*3 => --recompute-layers: 'all*3': 'all' is none of none, full
+--recompute-layers layernorm+moe*3 => moe and moe_act need --num-experts
+--recompute auto --memory-budget 3 --cuda-graphs => --cuda-graphs: is not supported with --recompute
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_is_refused(row):
+    flags, fault = row.split(" => ")
     with pytest.raises(ArgumentErrors) as caught:
         configure("one rank", *flags.split())
     assert any(fault in line for line in caught.value.faults), caught.value.faults

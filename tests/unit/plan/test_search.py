@@ -64,17 +64,15 @@ def test_a_search_needs_no_layout_that_divides_the_batch():
         run("search", f"{DENSE} --world-size 8 --window-size 1024 --attention-backend fa4".split())
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--recompute-granularity full --distribute-saved-activations",
-        "--recompute-granularity selective --recompute-modules core_attn",
-        "--recompute auto --memory-budget 40",
-        "--recompute-layers full*8",
-        "--activation-offload --offload-modules mlp_fc1 --activation-offload-fraction 0.5",
-        "--num-layers-per-virtual-pipeline-stage 2 --hierarchical-context-parallel-sizes 2 2",
-    ],
-)
+CHOSEN = """--recompute-granularity full --distribute-saved-activations
+--recompute-granularity selective --recompute-modules core_attn
+--recompute auto --memory-budget 40
+--recompute-layers full*8
+--activation-offload --offload-modules mlp_fc1 --activation-offload-fraction 0.5
+--num-layers-per-virtual-pipeline-stage 2 --hierarchical-context-parallel-sizes 2 2""".splitlines()
+
+
+@pytest.mark.parametrize("flags", CHOSEN)
 def test_a_search_chooses_whatever_the_flags_have_chosen(flags):
     config, replaced = without_chosen(asked(DENSE + flags))
     assert config == asked(DENSE)
@@ -94,12 +92,11 @@ def test_a_search_for_a_cpu_has_the_kernels_of_a_cpu():
     search = Search(asked(DENSE), VOCABULARY, 8, cpu)
     each = search.candidate({"zero_stage": 1})
     search.plan(each)
-    memory = MemoryPlan(resolved(f"{DENSE} --zero-stage 1"), VOCABULARY, 8, "cpu")
-    assert each.peak_gib == memory.fullest.total / 2**30
-    assert (
-        search.model({}).time(cpu)
-        == estimate(MemoryPlan(resolved(DENSE), VOCABULARY, 8, "cpu"), cpu).time
+    plain, memory = (
+        MemoryPlan(resolved(DENSE + more), VOCABULARY, 8, "cpu") for more in ("", "--zero-stage 1")
     )
+    assert each.peak_gib == memory.fullest.total / 2**30
+    assert search.model({}).time(cpu) == estimate(plain, cpu).time
 
 
 def changes_of(flags: str, world: int) -> list[dict]:
@@ -107,33 +104,30 @@ def changes_of(flags: str, world: int) -> list[dict]:
     return [layout for layout, _ in layouts(resolved(flags, world), world, 8)]
 
 
+OF_LONG = {
+    "cp_comm_type": {None, "allgather", "a2a", "p2p", "a2a+p2p"},
+    "pipeline_model_parallel_layout": {None, "auto"},
+}
+OF_EXPERTS = {
+    "overlap_moe_expert_parallel_comm": {True, False},
+    "expert_model_parallel_size": {1, 2, 4, 8, 16},
+    "expert_tensor_parallel_size": {None, 1, 2, 4, 8},
+}
+
+
 @pytest.mark.parametrize(
     "flags, tried",
     [
-        (
-            f"{DENSE} --seq-length 32768 --num-layers 9",
-            {
-                "cp_comm_type": {None, "allgather", "a2a", "p2p", "a2a+p2p"},
-                "pipeline_model_parallel_layout": {None, "auto"},
-            },
-        ),
-        (
-            f"{EXPERTS} {EP} 2 {PAIRS}",
-            {
-                "overlap_moe_expert_parallel_comm": {True, False},
-                "expert_model_parallel_size": {1, 2, 4, 8, 16},
-                "expert_tensor_parallel_size": {None, 1, 2, 4, 8},
-            },
-        ),
+        (f"{DENSE} --seq-length 32768 --num-layers 9", OF_LONG),
+        (f"{EXPERTS} {EP} 2 {PAIRS}", OF_EXPERTS),
     ],
     ids=["dense", "experts"],
 )
 def test_what_a_search_varies(flags, tried):
     found = {name: {None} if None in values else set() for name, values in tried.items()}
     for change in changes_of(flags, 16):
-        for name, value in change.items():
-            if name in found:
-                found[name].add(value)
+        for name in found.keys() & change.keys():
+            found[name].add(change[name])
     assert found == tried
     fractions = {rung.get("activation_offload_fraction") for rung in RECOMPUTE}
     assert fractions == {None, 0.5}

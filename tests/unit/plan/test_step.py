@@ -28,15 +28,13 @@ from megatron.observe.tracking import config_file
 RESULTS = Path(__file__).resolve().parents[3] / "docs/results"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--zero-stage 3 ",
-        "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1 ",
-        "--pipeline-model-parallel-size 4 ",
-        "--context-parallel-size 2 --cp-comm-type p2p --zero-stage 2 ",
-    ],
-)
+LAYOUTS = """--zero-stage 3
+--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1
+--pipeline-model-parallel-size 4
+--context-parallel-size 2 --cp-comm-type p2p --zero-stage 2""".splitlines()
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
 def test_parts_of_a_step_are_all_of_it(flags):
     time = step(DENSE + flags).time(H100)
     assert sum(time.spent.values()) == pytest.approx(time.seconds)
@@ -58,13 +56,8 @@ def test_groups_are_those_of_the_run(flags):
     layout = layout_of(config, 16)
     groups = build_groups(layout, 0, lambda *_, **__: object(), **group_options(config))
     experts = groups.buffers["expert"]
-    own = {
-        "ep": groups.ep,
-        "etp": groups.etp,
-        "expert_replicas": experts.replicas,
-        "expert_shard": experts.shard,
-        "expert_same_shard": experts.same_shard,
-    }
+    own = {"ep": groups.ep, "etp": groups.etp, "expert_replicas": experts.replicas}
+    own |= {"expert_shard": experts.shard, "expert_same_shard": experts.same_shard}
     for axis, group in own.items():
         nodes = {rank // 8 for rank in group.ranks}
         assert shapes[axis] == (len(group.ranks), len(nodes)), axis

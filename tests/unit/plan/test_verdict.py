@@ -57,18 +57,15 @@ def test_what_is_proposed_fits():
     assert memory_verdict(plan, 1).line.endswith(end)
 
 
+FULL = "--zero-stage 3 --recompute-granularity full"
+
+
 @pytest.mark.parametrize(
     "flags, fitting",
     [
         ("--cuda-graphs --zero-stage 1", "--zero-stage 2"),
-        (
-            "--recompute-layers none*24 --zero-stage 3",
-            "--zero-stage 3 --recompute-granularity full",
-        ),
-        (
-            "--activation-offload --offload-modules mlp_fc1 --zero-stage 3",
-            "--zero-stage 3 --recompute-granularity full",
-        ),
+        ("--recompute-layers none*24 --zero-stage 3", FULL),
+        ("--activation-offload --offload-modules mlp_fc1 --zero-stage 3", FULL),
     ],
 )
 def test_nothing_is_proposed_that_the_program_refuses(flags, fitting):
@@ -92,19 +89,15 @@ def test_a_stage_that_the_program_refuses_fits_in_no_memory():
 @pytest.mark.parametrize(
     "flags, code, verdict, end",
     [
-        ("", 0, "fits: ", "dry run: everything is in order; nothing was trained"),
-        (
-            "--device-memory 4",
-            2,
-            "does not fit: the plan needs ",
-            "dry run: the settings are in order, but the run does not fit into memory",
-        ),
+        ("", 0, "fits: ", "everything is in order; nothing was trained"),
+        ("--device-memory 4", 2, "does not fit: the plan needs ", "the settings are in order, but"),
     ],
 )
 def test_a_run_that_does_not_fit_is_not_in_order(capsys, flags, code, verdict, end):
     assert pretrain_gpt.main(words(flags)) == code
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith(f" verdict        {verdict}") and lines[-1].startswith(end)
+    assert lines[1].startswith(f" verdict        {verdict}")
+    assert lines[-1].startswith(f"dry run: {end}")
 
 
 AWAY = "--activation-offload --recompute-granularity full"
@@ -133,10 +126,7 @@ def test_a_dry_run_and_the_plan_refuse_what_a_node_lacks(capsys):
 @pytest.mark.parametrize(
     "flags, found",
     [
-        (
-            "--recompute-granularity full",
-            "hides: 0.00195 GiB take 0.0419 ms alongside 0.0706 ms",
-        ),
+        ("--recompute-granularity full", "hides: 0.00195 GiB take 0.0419 ms alongside 0.0706 ms"),
         ("", "does not hide: "),
     ],
 )

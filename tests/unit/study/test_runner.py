@@ -97,40 +97,29 @@ def test_a_run_that_needs_more_memory_than_it_may_have(tmp_path):
 
 
 BANNER = (
-    "=" * 120 + "\n [2026-11-25 04:19:12.719058] iteration        1/      10 | lm loss: 6.2 |\n"
+    f"{120 * '='}\n [2026-11-25 04:19:12.719058] iteration        1/      10 | lm loss: 6.2 |\n"
 )
+OF_A_RANK = f"{BANNER}[rank 1] ValueError: wrong\nrank 1 (process 9) ended first here\n"
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n"
+REFUSED = "1 fault in the settings:\n  --lr: gone\n"
+# exit code, Slurm's state, log, iterations that are done
+ENDINGS = {
+    (0, "", BANNER, 10): ("ok", ""),
+    (0, "", BANNER, 9): ("crashed", "it printed nothing, after iteration 9 of 10, exit code 0"),
+    (2, "", REFUSED, 0): ("refused", "--lr: gone"),
+    (1, "", f"{BANNER}iteration 2: NaN\n  more\n", 1): ("crashed", "iteration 2: NaN, after"),
+    (1, "", OF_A_RANK, 1): ("crashed", "ValueError: wrong, after iteration 1 of 10, exit code 1"),
+    (1, "", OUT_OF_MEMORY, 0): ("out of memory", "Tried 2 GiB, before the first iteration"),
+    (137, "OUT_OF_MEMORY", BANNER, 3): ("out of memory", "after iteration 3 of 10"),
+    (137, "", BANNER, 3): ("killed", "SIGKILL after iteration 3 of 10"),
+    (137, "TIMEOUT", BANNER, 3): ("timeout", "no end after iteration 3 of 10"),
+    (143, "CANCELLED", BANNER, 3): ("killed", "CANCELLED after iteration 3"),
+}
 
 
-@pytest.mark.parametrize(
-    "code, state, log, done, status, reason",
-    [
-        (0, "", BANNER, 10, "ok", ""),
-        (0, "", BANNER, 9, "crashed", "it printed nothing, after iteration 9 of 10, exit code 0"),
-        (2, "", "1 fault in the settings:\n  --lr: gone\n", 0, "refused", "--lr: gone"),
-        (1, "", BANNER + "iteration 2: NaN\n  more\n", 1, "crashed", "iteration 2: NaN, after"),
-        (
-            1,
-            "",
-            BANNER + "[rank 1] ValueError: wrong\nrank 1 (process 9) ended first here\n",
-            1,
-            "crashed",
-            "ValueError: wrong, after iteration 1 of 10, exit code 1",
-        ),
-        (
-            1,
-            "",
-            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n",
-            0,
-            "out of memory",
-            "CUDA out of memory. Tried 2 GiB, before the first iteration",
-        ),
-        (137, "OUT_OF_MEMORY", BANNER, 3, "out of memory", "after iteration 3 of 10"),
-        (137, "", BANNER, 3, "killed", "SIGKILL after iteration 3 of 10"),
-        (137, "TIMEOUT", BANNER, 3, "timeout", "no end after iteration 3 of 10"),
-        (143, "CANCELLED", BANNER, 3, "killed", "CANCELLED after iteration 3"),
-    ],
-)
-def test_how_a_run_has_ended(code, state, log, done, status, reason):
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_how_a_run_has_ended(ending):
+    (code, state, log, done), (status, reason) = ending, ENDINGS[ending]
     found, shown = status_of(Ending(code, state, "here"), log, done, 10)
     assert found == status and reason in shown
 

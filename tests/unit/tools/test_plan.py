@@ -130,31 +130,23 @@ def test_bad_flags_get_the_error_of_a_dry_run(capsys, flags):
     assert shown == capsys.readouterr().err.splitlines() != []
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([], "--world-size is missing"),
-        (["--world-size", 8, "--mfu"], "--mfu : expected a number above 0"),
-        (["--world-size", 8, "--bandwidth", -1], "--bandwidth -1: expected a number above 0"),
-    ],
-)
-def test_faults_of_its_own_flags(capsys, flags, message):
-    shown = lines(capsys, *FLAGS, *flags, code=2)
-    assert shown[0] == "1 fault in the settings:" and message in shown[1]
+TABLE, RANKS = ["memory", *FLAGS], ["--world-size", "8"]
+REFUSED = [
+    (TABLE, "1 fault in the settings:\n  --world-size is missing"),
+    ([*TABLE, *RANKS, "--mfu"], "1 fault in the settings:\n  --mfu : expected a number above 0"),
+    ([*TABLE, *RANKS, "--bandwidth", "-1"], "--bandwidth -1: expected a number above 0"),
+    # what has no effect, or cannot be written, before anything is computed
+    (["measure"], "--out FILE.json is missing"),
+    (["fit", "rows.csv"], "--out FILE.json is missing"),
+    (["measure", "--out", "none/machine.json"], "--out none/machine.json: cannot be written"),
+    (["validate", "rows.csv", "--out", "."], "--out .: cannot be written"),
+    (["measure", "--out", "m.json", "--hardware", "h100"], "--hardware: unexpected argument"),
+    (["step", *FLAGS, *RANKS, "--out", "step.json"], "--out"),
+    (["step", *FLAGS, *RANKS, "--gpus-per-node", "0.5"], "a whole number"),
+]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["measure"], "--out FILE.json is missing"),
-        (["fit", "rows.csv"], "--out FILE.json is missing"),
-        (["measure", "--out", "none/machine.json"], "--out none/machine.json: cannot be written"),
-        (["validate", "rows.csv", "--out", "."], "--out .: cannot be written"),
-        (["measure", "--out", "m.json", "--hardware", "h100"], "--hardware: unexpected argument"),
-        (["step", *FLAGS, "--world-size", "8", "--out", "step.json"], "--out"),
-        (["step", *FLAGS, "--world-size", "8", "--gpus-per-node", "0.5"], "a whole number"),
-    ],
-)
-def test_what_has_no_effect_or_cannot_be_written_is_refused_first(capsys, words, message):
+@pytest.mark.parametrize("words, message", REFUSED)
+def test_faults_of_its_own_flags(capsys, words, message):
     assert plan.main(words) == 2
     assert message in capsys.readouterr().err

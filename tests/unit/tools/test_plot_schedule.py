@@ -47,30 +47,22 @@ def test_a_chrome_trace_has_both_time_lines(tmp_path, capsys):
     assert found["dur"] == pytest.approx(1e6 * (first.end - first.begin))
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([], "needs --schedule, --ranks, --micro-batches, or --measured FILE"),
-        (["--table", "--ranks", "2"], "--table needs --ranks and --micro-batches"),
-        (
-            ["--measured", "TIMELINE", "--ranks", "3"],
-            "--ranks 3: TIMELINE has 2; leave the flag out",
-        ),
-        (["--measured", "TIMELINE", "--pairs"], "--pairs: TIMELINE has none; leave the flag out"),
-        (
-            [*"--schedule 1f1b --ranks 2 --micro-batches 2 --exchanged 0.1,0.1".split()],
-            "--exchanged: only passes in pairs hide it; give --pairs, too",
-        ),
-        (
-            ["--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2", "--out", "a.pdf"],
-            "--out a.pdf: must end in .svg or .png",
-        ),
-    ],
-)
-def test_what_cannot_be_drawn_is_said(tmp_path, capsys, flags, message):
-    _, file = measured(tmp_path)
-    assert plot_schedule.main([file if flag == "TIMELINE" else flag for flag in flags]) == 2
-    assert message.replace("TIMELINE", file) in capsys.readouterr().err
+SIZES = "--ranks 2 --micro-batches 2"
+REFUSED = f"""
+ => needs --schedule, --ranks, --micro-batches, or --measured FILE
+--table --ranks 2 => --table needs --ranks and --micro-batches
+--measured TIMELINE --ranks 3 => --ranks 3: TIMELINE has 2; leave the flag out
+--measured TIMELINE --pairs => --pairs: TIMELINE has none; leave the flag out
+--schedule 1f1b {SIZES} --exchanged 0.1,0.1 => --exchanged: only passes in pairs hide it
+--schedule 1f1b {SIZES} --out a.pdf => --out a.pdf: must end in .svg or .png
+""".strip("\n").splitlines()
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_cannot_be_drawn_is_said(tmp_path, capsys, row):
+    flags, message = row.replace("TIMELINE", measured(tmp_path)[1]).split(" => ")
+    assert plot_schedule.main(flags.split()) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

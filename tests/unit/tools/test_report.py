@@ -74,22 +74,17 @@ def test_the_page_holds_curves_figures_and_configuration(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "flags, code, words",
+    "expected, code, words",
     [
-        (
-            ["--expected-validation-loss", "4.52", "--tolerance", "0.05"],
-            0,
-            "expected 4.5200 ± 0.05, got 4.5000 (difference -0.0200): as expected",
-        ),
-        (["--expected-validation-loss", "4.4", "--tolerance", "0.05"], 1, "NOT as expected"),
+        ("4.52", 0, "expected 4.5200 ± 0.05, got 4.5000 (difference -0.0200): as expected"),
+        ("4.4", 1, "NOT as expected"),
     ],
 )
-def test_expected_against_got(tmp_path, capsys, flags, code, words):
+def test_expected_against_got(tmp_path, capsys, expected, code, words):
+    flags = "--expected-validation-loss", expected, "--tolerance", "0.05"
     assert report.main([folder(tmp_path), *flags]) == code
-    assert (
-        words in capsys.readouterr().out
-        and words[:30].removeprefix("expected") in (tmp_path / "report.html").read_text()
-    )
+    assert words in capsys.readouterr().out
+    assert words[:30].removeprefix("expected") in (tmp_path / "report.html").read_text()
 
 
 def test_several_runs_are_compared(tmp_path):
@@ -126,19 +121,12 @@ def test_time_in_training_leaves_out_what_was_no_training(tmp_path):
     """Rows every 10 iterations of 2 s; a save of 100 s, and a restart that repeats 10 iterations
     after an hour.
     """
-    rows = [
-        {"iteration": 10, "iteration-time": 2.0, "timestamp": 1000.0, "consumed_samples": 40},
-        {"iteration": 20, "iteration-time": 2.0, "timestamp": 1020.0, "consumed_samples": 80},
-        {"iteration": 25, "save-checkpoint-seconds": 100.0, "timestamp": 1130.0},
-        {"iteration": 30, "iteration-time": 2.0, "timestamp": 1140.0, "consumed_samples": 120},
-        {
-            "iteration": 30,
-            "iteration-time": 3.0,
-            "timestamp": 4740.0,
-            "resumed-from-iteration": 25,
-            "consumed_samples": 120,
-        },
-    ]
+    steps = [(10, 2.0, 1000.0, 40), (20, 2.0, 1020.0, 80)]
+    steps += [(30, 2.0, 1140.0, 120), (30, 3.0, 4740.0, 120)]
+    names = "iteration", "iteration-time", "timestamp", "consumed_samples"
+    rows = [dict(zip(names, step, strict=True)) for step in steps]
+    rows.insert(2, {"iteration": 25, "save-checkpoint-seconds": 100.0, "timestamp": 1130.0})
+    rows[-1]["resumed-from-iteration"] = 25
     runs = load_runs([folder(tmp_path, rows)])
     found = {key: (label, columns) for key, label, columns in axes(runs)}
     assert found["iteration"][1] == [[10, 20, 25, 30]]

@@ -192,29 +192,28 @@ def test_the_pointer_shows_values_and_a_drag_enlarges(browser: Browser, pair: li
     assert browser.complaints == []
 
 
-def tables(browser: Browser, heading: str) -> list[list[list[str]]]:
-    """The cells of the tables below a heading, as a reader sees them."""
+def below(browser: Browser, heading: str, selector: str, value: str) -> list:
+    """A value in JavaScript of each element `one` below a heading, as a reader sees it."""
     return browser.run(
         "(() => { const found = []; let at = [...document.querySelectorAll('h2')].find("
         f"one => one.innerText === {heading!r}).nextElementSibling;"
         "for (; at && at.tagName !== 'H2'; at = at.nextElementSibling)"
-        "  for (const table of at.querySelectorAll('table'))"
-        "    found.push([...table.rows].map(row => [...row.cells].map(cell => cell.innerText)));"
+        f"  found.push(...[...at.querySelectorAll({selector!r})].map(one => {value}));"
         "return found; })()"
     )
+
+
+def tables(browser: Browser, heading: str) -> list[list[list[str]]]:
+    """The cells of the tables below a heading."""
+    cells = "[...one.rows].map(row => [...row.cells].map(cell => cell.innerText))"
+    return below(browser, heading, "table", cells)
 
 
 def bars(browser: Browser, heading: str) -> list[list[float]]:
     """The widths of the parts of each bar below a heading, as shares of what they fill."""
-    return browser.run(
-        "(() => { const found = []; let at = [...document.querySelectorAll('h2')].find("
-        f"one => one.innerText === {heading!r}).nextElementSibling;"
-        "for (; at && at.tagName !== 'H2'; at = at.nextElementSibling)"
-        "  for (const bar of at.querySelectorAll('.stack')) {"
-        "    const all = [...bar.children].map(one => one.getBoundingClientRect().width);"
-        "    const sum = all.reduce((a, b) => a + b); found.push(all.map(one => one / sum)); }"
-        "return found; })()"
-    )
+    widths = "[...one.children].map(part => part.getBoundingClientRect().width)"
+    found = below(browser, heading, ".stack", widths)
+    return [[width / sum(parts) for width in parts] for parts in found]
 
 
 @pytest.mark.parametrize("width", [400, 1400])

@@ -66,15 +66,13 @@ def test_nothing_is_lost(tokenizer: Tokenizer, text: str):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--vocab-size", 50], "--vocab-size 50: SentencePiece refuses"),
-        (
-            ["--vocab-size", 320, "--json-key", "body"],
-            "no text under the key 'body': name the right one with --json-key",
-        ),
+        ("--vocab-size 50", "--vocab-size 50: SentencePiece refuses"),
+        ("--vocab-size 320 --json-key body", "no text under the key 'body': name the right one"),
     ],
 )
-def test_faults_are_named(folder: Path, tmp_path: Path, arguments: list, message: str):
-    done = train("--input", folder / "texts.jsonl", "--output-prefix", tmp_path / "spm", *arguments)
+def test_faults_are_named(folder: Path, tmp_path: Path, arguments: str, message: str):
+    files = "--input", folder / "texts.jsonl", "--output-prefix", tmp_path / "spm"
+    done = train(*files, *arguments.split())
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -110,10 +108,7 @@ def test_shakespeare_documents_hold_the_whole_text(tmp_path: Path):
             archive.addfile(member, io.BytesIO(text.encode()))
     documents = list(shakespeare.documents(str(tmp_path / "archive.tar.gz")))
     assert [document["work"] for document in documents] == ["hamlet"] * 2
-    assert "".join("".join(document["text"].split()) for document in documents) == "".join(
-        text.removeprefix("\ufeff").split()
-    )
-    assert documents[0]["text"].startswith("HAMLET\n\nACT I.\n\nScene I. A platform.\n")
-    assert documents[1]["text"].startswith("Scene II. A room.\n") and documents[1]["text"].endswith(
-        "\n[Exeunt.]\n"
-    )
+    first, second = (document["text"] for document in documents)
+    assert (first + second).split() == text.removeprefix("\ufeff").split()
+    assert first.startswith("HAMLET\n\nACT I.\n\nScene I. A platform.\n")
+    assert second.startswith("Scene II. A room.\n") and second.endswith("\n[Exeunt.]\n")

@@ -78,13 +78,8 @@ def test_written_down(tmp_path, monkeypatch, capsys):
     assert tool.main(["--project", "p", "--entity", "team", "--out", str(out)]) == 0
     stored = json.loads(out.read_text())
     bank = stored["workspace"]["spec"]["section"]["panelBankConfig"]
-    assert [section["name"] for section in bank["sections"]] == [
-        "train",
-        "validation",
-        "speed",
-        "memory",
-        "health",
-    ]
+    names = [section["name"] for section in bank["sections"]]
+    assert names == ["train", "validation", "speed", "memory", "health"]
     assert stored["report"]["spec"]["blocks"] and capsys.readouterr().out == ""
 
 

@@ -118,17 +118,11 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp2 zero1",
-        "dp2 zero2",
-        "dp2 zero3",
-        "dp2 zero3 kept",
-        "pp2 zero-bubble dp2 zero2",
-        "pp2 zero-bubble-v dp2 zero3",
-    ],
-)
+LAYOUTS = [f"dp2 {stage}" for stage in (*STAGES, "zero3 kept")]
+LAYOUTS += ["pp2 zero-bubble dp2 zero2", "pp2 zero-bubble-v dp2 zero3"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.default("pp2 zero-bubble dp2 zero2")
 def test_no_bit_changes_with(train, layout):
     """AdamW, clipping, several micro-batches, dropout; each of SAME alone, and of stage 3 that
@@ -178,17 +172,12 @@ def blamed(flags: tuple[str, ...], patch: Callable[[], Any]) -> list[str]:
     return re.findall(r"micro-batch .*", output.getvalue())
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp2",
-        *(f"dp2 {stage}" for stage in STAGES),
-        "dp2 serial zero2",
-        "pp2 zero-bubble dp2 zero2",
-        "pp2 zero-bubble dp2 zero3",
-        "pp2 zero-bubble-v dp2 zero3 kept",
-    ],
-)
+TRACED = ["dp2", *(f"dp2 {stage}" for stage in STAGES), "dp2 serial zero2"]
+TRACED += [f"pp2 {x}" for x in ("zero-bubble dp2 zero2", "zero-bubble dp2 zero3")]
+TRACED += ["pp2 zero-bubble-v dp2 zero3 kept"]
+
+
+@pytest.mark.parametrize("layout", TRACED)
 def test_a_non_finite_gradient_is_traced_to_its_micro_batch_and_rank(gloo_world, layout):
     """Of the second step's samples 8..15, two ranks with one a micro-batch: the third micro-batch's
     of rank 1.
