@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatron.config.errors import UserError
-from megatron.distributed.collectives import broadcast_object
 from megatron.distributed.groups import ALONE, Axis
 from megatron.distributed.rank_errors import gather_or_raise, raise_on_all_ranks
 
@@ -58,10 +57,6 @@ class Ranks:
         """Raise it, on every rank the same."""
         with raise_on_all_ranks(self.world):
             raise error
-
-    def share(self, data: bytes) -> bytes:
-        """The first rank's bytes, on every rank."""
-        return broadcast_object(data, self.world)
 
 
 SINGLE_RANK = Ranks()

@@ -26,6 +26,7 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.config.errors import UserError
+from megatron.distributed.collectives import broadcast_object
 from megatron.model.spec import Box
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _open_together(path: Path, ranks: Ranks, verify: bool) -> tuple[Checkpoint |
     except UserError as error:
         return None, str(error)
     # A checkpoint that a rank does not see is whole: no other one may be taken for it.
-    known = ranks.share(b"".join(encoded))
+    known = broadcast_object(b"".join(encoded), ranks.world)
     ranks.gather_or_raise(lambda: None if opened else opened.append(Checkpoint(path, known)))
     if verify:
         part = ranks.world.rank, ranks.world.size
@@ -155,8 +156,6 @@ class Checkpoint(Index):
         result = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
         self.read(Box(name, stored.shape, (0,) * len(stored.shape), stored.shape), result)
         return result
-
-    __getitem__ = read_tensor
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -127,7 +127,12 @@ def shard_content(
     """The header of a shard file that holds `pairs`, and its data as flat tensors of bytes."""
     # wide items first, which keeps every tensor aligned to its item size
     pairs = sorted(pairs, key=lambda pair: -pair[1].element_size())
-    return shard_header(pairs, index, shards, iteration), data_bytes(pairs)
+    data = (
+        piece.reshape(-1).view(torch.uint8)
+        for box, tensor in pairs
+        for piece in contiguous_pieces(box.view(tensor.detach()))
+    )
+    return shard_header(pairs, index, shards, iteration), data
 
 
 def shard_bytes(pairs: Iterable[BoxTensor]) -> int:
@@ -151,13 +156,6 @@ def shard_header(pairs: Pairs, index: int, shards: int, iteration: int) -> bytes
         ],
         metadata,
     )
-
-
-def data_bytes(pairs: Pairs) -> Iterator[Tensor]:
-    """The data of a shard that holds `pairs` one after the other, as flat tensors of bytes."""
-    for box, tensor in pairs:
-        for piece in contiguous_pieces(box.view(tensor.detach())):
-            yield piece.reshape(-1).view(torch.uint8)
 
 
 def contiguous_pieces(view: Tensor) -> Iterator[Tensor]:

@@ -388,9 +388,6 @@ class Found:
         holders = [node for node, held in enumerate(self.held) if number in held]
         return self.nodes.rank(holders[number % len(holders)], number)
 
-    def attempt(self, done: str) -> NodeAttempt:
-        return NodeAttempt(self.nodes, self.iteration, done)
-
 
 def newest_local(nodes: Nodes, oldest: int) -> Found | None:
     """The newest local checkpoint of the run, from iteration `oldest` on, of which the nodes have
@@ -491,7 +488,7 @@ def _make(found: Found, streams: list[Stream]) -> None:
                 os.link(found.folder / name, attempt.folder / name)
 
     # All nodes make their files, or none: what is there stays until everything is whole.
-    with found.attempt("rebuilt") as attempt:
+    with NodeAttempt(nodes, found.iteration, "rebuilt") as attempt:
         attempt.gather_or_raise(link)
         attempt.make(streams, found.records, found.reader, found.folder)
         attempt.publish(found.manifest, bool(made[nodes.index]))
@@ -534,7 +531,7 @@ class LocalCheckpoint(Checkpoint):
         nodes = self.nodes
         by_rank = nodes.ranks.gather_or_raise(lambda: self._lacking(boxes))
         streams = [
-            Stream.copy(number, self.shards[number].size, nodes.rank(node, number))
+            Stream(number, nodes.rank(node, number), [(self.shards[number].size, [(number, 0)])])
             for node, ranks in enumerate(nodes.members)
             for number in sorted({number for rank in ranks for number in by_rank[rank]})
         ]
@@ -542,7 +539,7 @@ class LocalCheckpoint(Checkpoint):
             return 0
 
         # 2. From now on they are read from here.
-        attempt = self._attempt = self.found.attempt("read").__enter__()
+        attempt = self._attempt = NodeAttempt(nodes, self.iteration, "read").__enter__()
         attempt.make(streams, self.found.records, self.found.reader, self.path)
         for each in streams:
             if each.to in nodes.members[nodes.index]:

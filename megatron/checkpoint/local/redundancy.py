@@ -55,10 +55,6 @@ class Stream:
     runs: list[tuple[int, list[Part]]]
     is_block: bool = False  # an XOR parity block, of which this is the data
 
-    @classmethod
-    def copy(cls, number: int, size: int, to: int) -> Stream:
-        return cls(number, to, [(size, [(number, 0)])])
-
     @property
     def size(self) -> int:
         return sum(length for length, _ in self.runs)
@@ -192,14 +188,6 @@ def xor_block_header(iteration: int, number: int) -> bytes:
 # ---- their bytes -------------------------------------------------------------------------------
 
 
-def read_piece(path: Path, at: int, size: int) -> Tensor:
-    """The bytes of a file from `at` on; zeros after its end."""
-    piece = torch.zeros(size, dtype=torch.uint8)
-    with open(path, "rb", buffering=0) as file:
-        os.preadv(file.fileno(), [memoryview(piece.numpy())], at)
-    return piece
-
-
 def exchange(
     streams: Iterable[Stream],
     ranks: Ranks,
@@ -293,11 +281,14 @@ class _Mover:
         return made, messages
 
     def read(self, number: int, at: int, size: int) -> Tensor:
+        """The bytes of a file from `at` on; zeros after its end, and where it cannot be read."""
+        piece = torch.zeros(size, dtype=torch.uint8)
         try:
-            return read_piece(self.source / shard_file(number), at, size)
+            with open(self.source / shard_file(number), "rb", buffering=0) as file:
+                os.preadv(file.fileno(), [memoryview(piece.numpy())], at)
         except OSError as error:
             self.faults.insert(0, error)  # it comes before what it makes of the files written here
-            return torch.zeros(size, dtype=torch.uint8)
+        return piece
 
 
 def _finish(windows: list[_Window]) -> Iterator[memoryview]:

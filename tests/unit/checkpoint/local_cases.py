@@ -236,14 +236,14 @@ def _no_space_to_rebuild() -> Iterator[None]:
 
 
 def _damaged_pieces() -> contextlib.AbstractContextManager:
-    real = redundancy.read_piece
+    real = redundancy._Mover.read
 
-    def read(path: Path, at: int, size: int) -> torch.Tensor:
-        piece = real(path, at, size)
+    def read(*place: object) -> torch.Tensor:
+        piece = real(*place)
         piece[-1] ^= dist.get_rank() == 0
         return piece
 
-    return mock.patch.object(redundancy, "read_piece", read)
+    return mock.patch.object(redundancy._Mover, "read", read)
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
