@@ -552,7 +552,7 @@ def main() -> None:
     keep_freed_memory()
     launch = read_launch()
     connect(launch, "gloo", 5, {})
-    groups = make_groups(Layout(pp=launch.world_size), None)
+    groups = make_groups(Layout(pp=launch.world_size))
     measured = [MEASUREMENTS[call.pop("what")](groups, **call) for call in json.loads(sys.argv[1])]
     answers = gather_objects(measured, groups.world)
     if launch.rank == 0:

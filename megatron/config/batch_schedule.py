@@ -47,11 +47,6 @@ def _parse_step(entry: str) -> Step:
     )
 
 
-def schedule_words(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The one spelling of a schedule that is kept in checkpoints and compared at a resume."""
-    return tuple(f"{tokens}:{size}" for tokens, size in parse_schedule(words))
-
-
 @functools.lru_cache(maxsize=64)
 def batch_steps(training: TrainingConfig, seq_length: int) -> tuple[Step, ...]:
     """The steps of a resolved configuration, in order of samples.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.config.batch_schedule import schedule_words
+from megatron.config.batch_schedule import parse_schedule
 from megatron.config.errors import UserError, shortened
 from megatron.config.groups import DECAYING, GROUPS, WARMUP, Config, DistributedConfig
 from megatron.config.layers import expert_pattern
@@ -416,12 +416,12 @@ def _batch_schedule(run: RunView) -> None:
     if run.step_batch_size_schedule is None:
         return
     try:
-        words = schedule_words(run.step_batch_size_schedule)
+        steps = parse_schedule(run.step_batch_size_schedule)
     except UserError:  # reported separately
         return
-    run.fill("step_batch_size_schedule", words)
-    size = int(words[-1].partition(":")[2])
-    run.default("global_batch_size", size, "the last step of --step-batch-size-schedule")
+    # in one spelling, which checkpoints keep and a resume compares
+    run.fill("step_batch_size_schedule", tuple(f"{tokens}:{size}" for tokens, size in steps))
+    run.default("global_batch_size", steps[-1][1], "the last step of --step-batch-size-schedule")
 
 
 def _pipeline(run: RunView) -> None:

@@ -5,7 +5,7 @@ the same way.
     device, backend = choose_device(launch, config.distributed)
     set_determinism(device, config.model.deterministic_mode)
     connect(launch, backend, config.distributed.distributed_timeout_minutes, fingerprint)
-    groups = make_groups(layout, kv_heads)
+    groups = make_groups(layout, **group_options(config))
     ...
     disconnect()
 """
@@ -212,7 +212,7 @@ def disconnect() -> None:
     wait_for_count(store, "left", world, patience)
 
 
-def make_groups(layout: Layout, kv_heads: int | None, **options: Any) -> Groups:
+def make_groups(layout: Layout, **options: Any) -> Groups:
     """This rank's groups, on the default backend and with its timeout. A collective call of all
     ranks, after `connect`; the options are those of `build_groups`.
     """
@@ -230,7 +230,7 @@ def make_groups(layout: Layout, kv_heads: int | None, **options: Any) -> Groups:
         options = nccl_options(dist.ProcessGroupNCCL.Options, group_desc, timeout) if nccl else None
         return dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=group_desc)
 
-    groups = build_groups(layout, dist.get_rank(), new_group, kv_heads, **options)
+    groups = build_groups(layout, dist.get_rank(), new_group, **options)
     if nccl and layout.pp > 1:
         connect_channels(groups, torch.device("cuda", torch.cuda.current_device()))
     return groups

@@ -285,9 +285,9 @@ def ranks_of(count: int) -> Iterator[None]:
     from megatron.distributed.rendezvous import Launch
     from megatron.training import pretrain
 
-    def make_groups(layout: Any, kv_heads: int | None, **options: Any) -> Any:
+    def make_groups(layout: Any, **options: Any) -> Any:
         return groups.build_groups(
-            layout, 0, lambda ranks, group_desc: dist.new_group(list(ranks)), kv_heads, **options
+            layout, 0, lambda ranks, group_desc: dist.new_group(list(ranks)), **options
         )
 
     def gather_objects(value: Any, axis: Any) -> list[Any]:

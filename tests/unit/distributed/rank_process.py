@@ -25,7 +25,7 @@ def main(config, _notes, **_: object) -> int:
     launch = read_launch()
     device, backend = choose_device(launch, config.distributed)
     connect(launch, backend, config.distributed.distributed_timeout_minutes, config.to_dict())
-    groups = make_groups(Layout(dp=launch.world_size), None)
+    groups = make_groups(Layout(dp=launch.world_size))
     total = torch.ones((), device=device) + launch.rank
     dist.all_reduce(total, group=groups.world.group)
     made = [

@@ -88,13 +88,13 @@ def test_the_channels_of_a_pipeline_are_connected_over_nccl_alone(monkeypatch, b
     monkeypatch.setattr(setup, "build_groups", lambda *_, **__: "groups")
     monkeypatch.setattr(setup, "connect_channels", connect := mock.Mock())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    make_groups(Layout(pp=2), None)
+    make_groups(Layout(pp=2))
     due = [mock.call("groups", torch.device("cuda", 1))] if backend == "nccl" else []
     assert connect.mock_calls == due
 
 
 def descriptions():
-    groups = make_groups(Layout(tp=2, pp=2), None, tied=True)
+    groups = make_groups(Layout(tp=2, pp=2), tied=True)
     axes = [groups.world, groups.tp, groups.pp, groups.tied, *groups.channels]
     return [axis.group.group_desc for axis in axes]
 

@@ -284,7 +284,7 @@ def test_what_cannot_train_is_refused_by_name(message):
 
 def error_of(layer: type[TransformerLayer]) -> str:
     """The message about a model of such layers on two tensor-parallel ranks."""
-    tp = TensorParallel(make_groups(Layout(tp=2), HEADS).tp)
+    tp = TensorParallel(make_groups(Layout(tp=2), kv_heads=HEADS).tp)
     try:
         build(layer, ModelParallel(tp))
     except ValueError as error:

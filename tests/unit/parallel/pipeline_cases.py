@@ -122,5 +122,5 @@ def drawn(seed: int, ranks: int) -> tuple[Schedule, bool]:
 
 
 def run_random(seeds: range) -> list[tuple[dict, dict]]:
-    groups = make_groups(Layout(pp=dist.get_world_size()), None)
+    groups = make_groups(Layout(pp=dist.get_world_size()))
     return [outcome(drawn(seed, groups.pp.size)[0], groups) for seed in seeds]

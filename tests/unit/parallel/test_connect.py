@@ -55,7 +55,7 @@ class Connecting(Gloo):
 
 def send_all(schedule: Schedule, is_connected: bool, run: str) -> None:
     """The messages of a rank, without computations."""
-    groups = make_groups(Layout(pp=schedule.ranks), None)
+    groups = make_groups(Layout(pp=schedule.ranks))
     rank, placement = groups.pp.rank, schedule.placement
     backend = Connecting(run, 60 if is_connected else 1)
     with mock.patch.object(collectives, "GLOO", backend):

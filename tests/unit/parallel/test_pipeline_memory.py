@@ -59,7 +59,7 @@ class Counted(LayerRunner):
 
 
 def count_live(names: list[str], micro_batches: list[int]) -> list[dict[str, dict[str, int]]]:
-    groups = make_groups(Layout(pp=dist.get_world_size()), None)
+    groups = make_groups(Layout(pp=dist.get_world_size()))
     found = []
     for name in names:
         counted = Counted()

@@ -65,7 +65,7 @@ class Clock(Layer):
 
 def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
     """One step of a schedule on this rank, as benchmarks/pipeline.py reads it."""
-    groups = make_groups(Layout(pp=dist.get_world_size()), None)
+    groups = make_groups(Layout(pp=dist.get_world_size()))
     schedule = build_schedule(name, RANKS, tool.SCHEDULES[name], MICRO_BATCHES)
     own = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.pp.rank]
     model = SimpleNamespace(
