@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import OPTIMIZERS, OptimizerConfig, OptimizerKind
-from megatron.optimizer.update import RULES, Implementation, StepScalars
+from megatron.optimizer.update import RULES, Implementation, StepScalars, check_tables
 
 BETA1, BETA2 = 0.9, 0.99
 
@@ -24,6 +24,7 @@ def lion(
 # master weights; no flag chooses among implementations.
 OPTIMIZERS["lion"] = OptimizerKind(states={"exp_avg": None}, implementation=None)
 RULES["lion"] = {"torch": Implementation(lion)}
+check_tables()
 
 if __name__ == "__main__":
     import pretrain_gpt  # whose flags are made of OPTIMIZERS when it is imported

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron.config.batch_schedule import batch_steps
-from megatron.config.groups import LR_DECAYS, Config
+from megatron.config.groups import FINAL_DECAYS, LR_DECAYS, WEIGHT_DECAY_CHANGES, Config
 
 
 class StepRates(NamedTuple):
@@ -168,6 +168,24 @@ CHANGES: dict[str, Shape] = {
     "linear": lambda ratio: ratio,
     "cosine": lambda ratio: _cosine(1 - ratio),
 }
+
+
+def check_tables() -> None:
+    """Raises KeyError for a choice of a flag without a function, or a function without a choice."""
+    for flag, choices, functions in (
+        ("--lr-decay-style", LR_DECAYS, DECAYS),
+        ("--lr-wsd-decay-style", FINAL_DECAYS, FINAL),
+        ("--weight-decay-incr-style", WEIGHT_DECAY_CHANGES, CHANGES),
+    ):
+        # At import, so that an incomplete entry is found before a run is.
+        if incomplete := sorted(set(choices) ^ set(functions)):
+            raise KeyError(
+                f"{flag} {incomplete[0]}: needs an entry in config/groups.py and a function in "
+                "optimizer/lr_schedule.py"
+            )
+
+
+check_tables()
 
 
 # ---------------------------------------------------------------- batch sizes

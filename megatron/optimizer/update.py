@@ -4,6 +4,7 @@ momentum.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -205,3 +206,32 @@ def rules_of(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
     name = next(iter(RULES[config.optimizer])) if field is None else getattr(config, field)
     rule = UpdateRule(config, name)
     return rule, UpdateRule(config, rule.implementation.on_host or name)
+
+
+def check_tables() -> None:
+    """Raises KeyError for an entry of OPTIMIZERS or RULES that the other table lacks, and TypeError
+    for an implementation that does not take the states of its rule.
+    """
+    # A flag's choice without a rule would fail in the first step, a rule without a choice never
+    # run.
+    for name in sorted(OPTIMIZERS.keys() | RULES.keys()):
+        if name not in OPTIMIZERS or not RULES.get(name):
+            raise KeyError(
+                f"--optimizer {name}: needs an entry in config/groups.py and an implementation in "
+                "optimizer/update.py"
+            )
+        for which, implementation in RULES[name].items():
+            by_name = ["grad", *OPTIMIZERS[name].states, "at"]
+            if implementation.takes_segments:
+                by_name.append("out")
+            step = inspect.signature(implementation.step)
+            try:
+                step.bind("config", "weights", **dict.fromkeys(by_name))
+            except TypeError as error:
+                raise TypeError(
+                    f"--optimizer {name}: {which} must take the flags and the weights, and by name "
+                    f"{', '.join(by_name)}: {error}"
+                ) from None
+
+
+check_tables()

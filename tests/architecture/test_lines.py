@@ -15,7 +15,7 @@ LINES = {
     "megatron/distributed": 2242,
     "megatron/model": 5991,
     "megatron/observe": 1011,
-    "megatron/optimizer": 1272,
+    "megatron/optimizer": 1320,
     "megatron/parallel": 3096,
     "megatron/training": 3314,
 }

@@ -1,4 +1,4 @@
-"""Tables of optimizers and schedules: every choice of a flag has its entry."""
+"""Tables of optimizers and schedules: every choice of a flag is complete, or refused by name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from megatron.config import groups
-from megatron.config.groups import OPTIMIZERS
+from megatron.config.groups import OPTIMIZERS, OptimizerKind
 from megatron.config.options import FIELDS
-from megatron.optimizer import lr_schedule
-from megatron.optimizer.update import RULES
+from megatron.optimizer import lr_schedule, update
+from megatron.optimizer.update import RULES, Implementation
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,49 @@ def test_the_fields_that_an_optimizer_names_exist():
     for kind in OPTIMIZERS.values():
         named = {*kind.states.values(), kind.implementation} - {None}
         assert named <= fields
+
+
+def complete(config, weight, grad, exp_avg, at):
+    """An update rule that takes its state."""
+
+
+def without_state(config, weight, grad, at):
+    """An update rule that forgets its state."""
+
+
+LION = OptimizerKind({"exp_avg": "exp_avg_dtype"}, None)
+
+
+@pytest.mark.parametrize(
+    "kind, implementations",
+    [(LION, None), (None, {"torch": Implementation(complete)}), (LION, {})],
+)
+def test_an_incomplete_optimizer_is_refused(monkeypatch, kind, implementations):
+    if kind is not None:
+        monkeypatch.setitem(OPTIMIZERS, "lion", kind)
+    if implementations is not None:
+        monkeypatch.setitem(RULES, "lion", implementations)
+    with pytest.raises(KeyError, match="--optimizer lion: needs an entry in config/groups.py and"):
+        update.check_tables()
+    # the same entry, complete
+    monkeypatch.setitem(OPTIMIZERS, "lion", LION)
+    monkeypatch.setitem(RULES, "lion", {"torch": Implementation(complete)})
+    update.check_tables()
+
+
+def test_an_implementation_cannot_leave_out_a_state(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "lion", LION)
+    monkeypatch.setitem(RULES, "lion", {"torch": Implementation(without_state)})
+    with pytest.raises(TypeError, match="--optimizer lion: torch must take .* grad, exp_avg, at"):
+        update.check_tables()
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_shape_without_a_choice_or_a_function_is_refused(is_missing, monkeypatch):
+    name = "linear" if is_missing else "step"
+    if is_missing:
+        monkeypatch.delitem(lr_schedule.DECAYS, name)
+    else:
+        monkeypatch.setitem(lr_schedule.DECAYS, name, lambda *args: 0.0)
+    with pytest.raises(KeyError, match=f"--lr-decay-style {name}: needs an entry in config/groups"):
+        lr_schedule.check_tables()
