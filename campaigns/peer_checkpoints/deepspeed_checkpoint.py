@@ -305,7 +305,9 @@ def compare(out: Path) -> int:
     for name, *words in ways:
         theirs = take(*words, "--save", whole / f"as_{name}")
         equal = [
-            key for key in ours.names if key in theirs.names and same_bits(ours[key], theirs[key])
+            key
+            for key in ours.names
+            if key in theirs.names and same_bits(ours.read_tensor(key), theirs.read_tensor(key))
         ]
         different += len(ours.names) - len(equal) + len(theirs.names) - len(ours.names)
         print(f"{name}: {len(equal)} of {len(theirs.names)} tensors have the same bits")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def assert_one_error(outcomes, text: str, root) -> None:
 
 def test_several_failed_ranks_are_named_in_one_error(gloo_world, tmp_path):
     gloo_world(4).run(save, tmp_path, 1, 1, BOTH)
-    outcomes = gloo_world(4).run(save_failing_on, tmp_path, [1, 3], "error", None)
+    outcomes = gloo_world(4).run(save_failing_on, tmp_path, [1, 3])
     text = (
         f"ranks 1, 3: {tmp_path}: the checkpoint of iteration 2 was not saved: RuntimeError: "
         f"the device is gone ({tmp_path}). Older checkpoints are untouched (newest: iteration 1)."
@@ -61,31 +62,27 @@ def test_several_failed_ranks_are_named_in_one_error(gloo_world, tmp_path):
 
 
 def save_failing_on(
-    root, ranks: list[int], kind: str, call: str | None, at: int = 0
+    root, ranks: list[int], call: str | None = None, at: int = 0
 ) -> tuple[str, list[str]]:
     """Save iteration 2; on some ranks the write of the shard raises, or the system call number `at`
     fails.
     """
-    name, module = ("write_shard", writer) if call is None else (call, os)
+    name, module, fault = call, os, OSError(5, "Input/output error")
+    if call is None:
+        name, module, fault = "write_shard", writer, RuntimeError("the device is gone")
     real, left = getattr(module, name), at
 
     def failing(*args, **kwargs):
         nonlocal left
         left -= 1
         if left == -1:
-            raise (
-                RuntimeError("the device is gone")
-                if kind == "error"
-                else OSError(5, "Input/output error")
-            )
+            raise fault
         return real(*args, **kwargs)
 
-    if dist.get_rank() in ranks:
-        setattr(module, name, failing)
-    try:
+    if dist.get_rank() not in ranks:
         return save(root, 2, 2, BOTH)
-    finally:
-        setattr(module, name, real)
+    with mock.patch.object(module, name, failing):
+        return save(root, 2, 2, BOTH)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_any_failing_system_call_of_any_rank(gloo_world, tmp_path, call, rank):
     for at in range(40):
         root = tmp_path / str(at)
         gloo_world(2).run(save, root, 1, 1, BOTH)
-        outcomes = gloo_world(2).run(save_failing_on, root, [rank], "system", call, at)
+        outcomes = gloo_world(2).run(save_failing_on, root, [rank], call, at)
         if outcomes[0][0] == "iter_0000002":
             loads(open_checkpoint(root).path, example(2))
             if (root / manifest.TRACKER).read_text() == "2\n":
@@ -124,17 +121,13 @@ def save_elsewhere(root) -> tuple[str, list[str]]:
 def try_elsewhere(root, shared: bool, forbidden: int | None) -> str | None:
     folder = Path(root) if shared else Path(root, str(dist.get_rank()))
     folder.mkdir(exist_ok=True)
-    real = writer.write_file
-    if dist.get_rank() == forbidden:
-        writer.write_file = lambda *file: (_ for _ in ()).throw(
-            PermissionError(13, "Permission denied")
-        )
+    error = PermissionError(13, "Permission denied") if dist.get_rank() == forbidden else None
     try:
-        try_folder(folder, all_ranks())
+        with mock.patch.object(writer, "write_file", side_effect=error, wraps=writer.write_file):
+            try_folder(folder, all_ranks())
     except ValueError as error:
         return str(error)
     finally:
-        writer.write_file = real
         dist.barrier()
 
 

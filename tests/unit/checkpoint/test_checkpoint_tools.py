@@ -303,9 +303,7 @@ def test_inspect_diff(tmp_path, capsys):
 
 def test_inspect_compares_values_whatever_the_layout(tmp_path, monkeypatch, capsys):
     _, _, held = save_run(tmp_path / "a", "llama")
-    state = json.loads((tmp_path / "a" / "iter_0000005" / "MANIFEST.json").read_text())["manifest"][
-        "state"
-    ]
+    state = open_checkpoint(tmp_path / "a").state
     moments = {
         f"optimizer.exp_avg.{name}": torch.zeros_like(tensor) for name, tensor in held.items()
     }

@@ -20,7 +20,7 @@ from megatron.tools._convert.megatron_deepspeed import is_megatron
 from megatron_names import LAYERS, PADDED, VOCAB, megatron_names, tp_part
 from test_convert_ranks import convert
 from test_huggingface import build, exported
-from zero_cases import in_groups, write_rank
+from zero_cases import deepspeed_classes, in_groups, write_rank
 
 from megatron.checkpoint.reader import open_checkpoint
 
@@ -30,9 +30,8 @@ def write_huggingface(
 ) -> dict[str, torch.Tensor]:
     """A run of a Hugging Face model; returns our logical tensors in fp32."""
     config = MODELS[case]
-    described, theirs = exported(
-        config, {name: value.float() for name, value in build(config)[1].items()}
-    )
+    held = {name: value.float() for name, value in build(config)[1].items()}
+    described, theirs = exported(config, held)
     head = {
         "lm_head.weight": next(name for name in theirs if "embed_tokens" in name or "wte" in name)
     }
@@ -47,7 +46,7 @@ def write_huggingface(
         **extra,
     )
     (root / "config.json").write_text(json.dumps(described))
-    return {name: value.float() for name, value in build(config)[1].items()}
+    return held
 
 
 @pytest.mark.parametrize(
@@ -141,13 +140,8 @@ def write_megatron(
         "use_rotary_position_embeddings": arguments.position_embedding_type == "rope",
         "rope_theta": 10000,
     }
-    for name in (
-        "exit_signal",
-        "position_embedding_type",
-        "rotary_base",
-        "group_query_attention",
-        "num_query_groups",
-    ):
+    ours = "exit_signal position_embedding_type rotary_base group_query_attention num_query_groups"
+    for name in ours.split():
         state.pop(name, None)
     stages = [range(LAYERS)] if pp == 1 else [range(2), range(2, LAYERS)]
     for stage, layers in enumerate(stages):
@@ -222,9 +216,7 @@ def test_gpt_neox_of_hugging_face_is_not_megatron_deepspeed():
 
 def change(path: Path, **values: object) -> None:
     """Entries of an optimizer file's state."""
-    import zero_cases
-
-    with zero_cases.deepspeed_classes():
+    with deepspeed_classes():
         content = torch.load(path, weights_only=False)
         content["optimizer_state_dict"] |= values
         torch.save(content, path)
@@ -241,12 +233,8 @@ def test_partitions_that_do_not_belong_together(tmp_path, kind):
 
     def refused(text: str) -> None:
         code, shown = convert(*words)
-        assert (
-            code == 2
-            and text in shown
-            and shown.count("error:") == 1
-            and not (tmp_path / "run").exists()
-        ), shown
+        assert code == 2 and text in shown and shown.count("error:") == 1, shown
+        assert not (tmp_path / "run").exists()
 
     kept = second.read_bytes()
     second.unlink()

@@ -52,29 +52,21 @@ def build(config: ModelConfig) -> tuple[GPTModel, dict[str, torch.Tensor]]:
     )
     build_blocks(model, torch.device("cpu"), training=False)
     g, held = torch.Generator().manual_seed(3), {}
-    for box, name, parameter in [
-        (box, name, parameter) for name, parameter, spec in model.declared() for box in spec.boxes()
-    ]:
-        values = 0.3 * torch.randn(box.extent, generator=g, dtype=torch.float64)
-        if "norm" in name and box.name.endswith("weight"):
-            values += 1
-        view = box.view(parameter.data)
-        view.copy_(values.reshape(view.shape))
-        held[box.name] = values
+    for name, parameter, spec in model.declared():
+        for box in spec.boxes():
+            values = 0.3 * torch.randn(box.extent, generator=g, dtype=torch.float64)
+            if "norm" in name and box.name.endswith("weight"):
+                values += 1
+            view = box.view(parameter.data)
+            view.copy_(values.reshape(view.shape))
+            held[box.name] = values
     return model, held
 
 
 def their_model(config: dict, tensors: dict[str, torch.Tensor]):
     kind = getattr(transformers, config["architectures"][0])
-    model = (
-        kind(
-            kind.config_class(
-                **{name: value for name, value in config.items() if name != "architectures"}
-            )
-        )
-        .double()
-        .eval()
-    )
+    fields = {name: value for name, value in config.items() if name != "architectures"}
+    model = kind(kind.config_class(**fields)).double().eval()
     if FUSED:
         model.set_experts_implementation("eager")  # the others take no float64
     missing, unexpected = model.load_state_dict(tensors, strict=False)

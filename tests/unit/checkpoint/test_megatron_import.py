@@ -51,20 +51,11 @@ def write(folder: Path, case: str, dimension: int) -> None:
     """
     arguments, theirs, _, _ = megatron_names(case)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {
-        name: distribute_tensor(
-            value,
-            mesh,
-            [Shard(dimension if name.startswith("decoder.layers") else 0)],
-            src_data_rank=None,
-        )
-        for name, value in (theirs | EXTRA).items()
-    }
-    dcp.save(
-        state
-        | {"decoder.layers.self_attention.linear_qkv._extra_state/shard_0_3": io.BytesIO(b"x")},
-        checkpoint_id=folder,
-    )
+    state = {"decoder.layers.self_attention.linear_qkv._extra_state/shard_0_3": io.BytesIO(b"x")}
+    for name, value in (theirs | EXTRA).items():
+        cut = Shard(dimension if name.startswith("decoder.layers") else 0)
+        state[name] = distribute_tensor(value, mesh, [cut], src_data_rank=None)
+    dcp.save(state, checkpoint_id=folder)
     if dist.get_rank() == 0:
         torch.save({"args": arguments, "iteration": 7}, folder / "common.pt")
         (folder.parent / "latest_checkpointed_iteration.txt").write_text("7")
@@ -172,17 +163,14 @@ def write_mp_ranks(folder: Path, case: str, tp: int, pp: int) -> dict[str, torch
                 state["output_layer.weight"] = part.clone()
             state["decoder.layers.0.self_attention.linear_qkv._extra_state"] = io.BytesIO(b"x")
             name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
-            random_states = {
-                "random_rng_state": random.getstate(),
-                "np_rng_state": np.random.get_state(),
-            }
+            states = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}
             content = {
                 "args": arguments,
                 "checkpoint_version": 3.0,
                 "iteration": 7,
                 "model": state,
                 "optimizer": {"step": 4, "m": torch.ones(5)},
-                "rng_state": [random_states],
+                "rng_state": [states],
             }
             (folder / name).mkdir(parents=True)
             torch.save(content, folder / name / "model_optim_rng.pt")
