@@ -4,13 +4,11 @@ those integers, silently.
 Fixed: matrix multiplies, and conversions from and to fp32 (to nearest, ties to even, as a GPU
 does), those to 8-bit floats too (saturating, as a GPU's do; the interpreter's are off by one in
 some percent of values), and numbers made of arrays of one element, which numpy 2.4 refuses. Added:
-descriptors that add to memory. All other arithmetic on bf16 raises TypeError: a kernel widens what
+descriptors that add to memory. All other arithmetic on bf16 has wrong results: a kernel widens what
 it loads.
 """
 
 from __future__ import annotations
-
-from functools import wraps
 
 import numpy as np
 import torch
@@ -99,12 +97,6 @@ def patch() -> None:
 
     for function in (create_dot, cast_impl, create_fp_to_fp, create_descriptor_reduce):
         setattr(Builder, function.__name__, function)
-    arithmetic = """binary_op unary_op create_fma create_clampf create_fabs create_exp create_exp2
-    create_log create_log2 create_sqrt create_rsqrt create_sin create_cos create_floor
-    create_erf""".split()
-    for name in arithmetic:
-        if hasattr(Builder, name):
-            setattr(Builder, name, _refusing(name, getattr(Builder, name)))
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_lang_tensor(tensor, scope):
@@ -112,21 +104,3 @@ def patch() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_lang_tensor
-    interpreter.ReduceScanOpInterface.apply = _refusing(
-        "reduction", interpreter.ReduceScanOpInterface.apply
-    )
-
-
-def _refusing(name: str, function):
-    @wraps(function)
-    def wrapped(self, *args):
-        for value in args:
-            for each in value if isinstance(value, tuple | list) else (value,):
-                if is_bf16(getattr(each, "handle", each)):
-                    raise TypeError(
-                        f"{name} on bf16: the interpreter computes it wrongly; widen to "
-                        "float32 after the load"
-                    )
-        return function(self, *args)
-
-    return wrapped
