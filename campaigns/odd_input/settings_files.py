@@ -185,7 +185,9 @@ def configurations(count: int, seed: int, folder: Path) -> Verdicts:
             ]
             odd = rng.choice(rng.choice([ODD, by_place[place].choices or usual]))
             put(content, place, odd)
-            label, refuse = f"{label} {place} {repr(odd)[:40]}", not may_be(by_place[place], odd)
+            is_text = as_yaml and isinstance(odd, float) and not math.isfinite(odd)  # .nan, .inf
+            refuse = not may_be(by_place[place], str(odd) if is_text else odd)
+            label = f"{label} {place} {repr(odd)[:40]}"
             raw = text_of(content, as_yaml)
         elif kind == "bytes":
             what, raw = damage(rng, text_of(content, as_yaml))

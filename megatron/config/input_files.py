@@ -37,8 +37,6 @@ KINDS = {
 INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)")
 DECIMAL = re.compile(r"[-+]?((0|[1-9]\d*)\.\d*|\.\d+)([eE][-+]?\d+)?")
 LEADING_ZERO = re.compile(r"[-+]?0[\d_]+")
-WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None}
-WORDS |= dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
 
 
 class InputError(UserError):
@@ -138,7 +136,7 @@ def parse_yaml(text: str) -> Any:
     except ImportError:
         raise InputError("it is not JSON, and PyYAML is not installed to read it as YAML") from None
     try:
-        node = yaml.compose(text, yaml.BaseLoader)
+        node = yaml.compose(text, yaml.SafeLoader)
         value = None if node is None else _yaml_value(node, set())
     except RecursionError:
         raise InputError("nested too deep") from None
@@ -168,7 +166,9 @@ def _yaml_value(node: Any, seen: set[int]) -> Any:
         return int(text)
     if DECIMAL.fullmatch(text):
         return float(text)
-    return WORDS.get(text.lower(), text)
+    if node.tag.endswith(":bool"):
+        return text.lower() in ("true", "yes", "on")
+    return None if node.tag.endswith(":null") else text
 
 
 # ---------------------------------------------------------------- values
