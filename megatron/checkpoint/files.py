@@ -30,10 +30,6 @@ FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
 WRITEBACK_BYTES = 8 << 20  # after which the kernel is asked to write them to the disk
 GB = 1e9
 GIB = 1 << 30
-_FIX = (
-    "The disk, its controller or its network damages data: look at the system's log, and give "
-    "another --save folder"
-)
 
 
 @contextmanager
@@ -182,4 +178,7 @@ def read_back(folder: Path, index: int, record: JsonObject) -> None:
     try:
         verify_shard(folder, index, record)
     except CheckpointError as error:
-        raise CheckpointError(f"read back from the disk: {error}. {_FIX}") from error
+        raise CheckpointError(
+            f"read back from the disk: {error}. The disk, its controller or its network damages "
+            "data: look at the system's log, and give another --save folder"
+        ) from error

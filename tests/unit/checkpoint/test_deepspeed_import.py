@@ -111,24 +111,14 @@ def write_megatron(
         )
         stem = inner.get(stem, stem)
         if name.startswith("decoder.layers."):
-            return (
-                f"{layer + 2}.{stem}.{end}"
-                if pipe
-                else f"language_model.encoder.layers.{layer}.{stem}.{end}"
-            )
-        tied = "tied_modules.embed." if "output_layer.weight" not in theirs else "1."
-        outer = (
-            {"decoder.final_layernorm": f"{LAYERS + 3}.", "output_layer": f"{LAYERS + 4}.lm_head."}
-            if pipe
-            else {"decoder.final_layernorm": "language_model.encoder.final_layernorm."}
-        )
-        return (
-            outer.get(
-                stem,
-                f"{tied}{stem.removeprefix('embedding.')}." if pipe else f"language_model.{stem}.",
-            )
-            + end
-        )
+            of_layer = f"{layer + 2}" if pipe else f"language_model.encoder.layers.{layer}"
+            return f"{of_layer}.{stem}.{end}"
+        if not pipe:
+            return f"language_model.{stem.replace('decoder.', 'encoder.')}.{end}"
+        tied = "tied_modules.embed" if "output_layer.weight" not in theirs else "1"
+        last = {"decoder.final_layernorm": f"{LAYERS + 3}", "output_layer": f"{LAYERS + 4}.lm_head"}
+        of_stage = last.get(stem, f"{tied}.{stem.removeprefix('embedding.')}")
+        return f"{of_stage}.{end}"
 
     state = vars(arguments) | {
         "num_key_value_heads": arguments.num_query_groups,

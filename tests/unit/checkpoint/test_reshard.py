@@ -101,12 +101,8 @@ class Runs:
         """Flags of the training data; the blend of a ledger's run is another one `later`."""
         if not feature.startswith("ledger"):
             return []
-        blend = (
-            ("1", self.prefixes[1], "3", self.prefixes[2])
-            if later
-            else ("2", self.prefixes[0], "1", self.prefixes[1])
-        )
-        return ["--train-data-path", *blend]
+        blend = "1 {1} 3 {2}" if later else "2 {0} 1 {1}"
+        return ["--train-data-path", *blend.format(*self.prefixes).split()]
 
     def __call__(self, feature: str, layout: str) -> Path:
         root = self.folder / f"{feature}-{layout}"
@@ -114,10 +110,7 @@ class Runs:
             starts: list[tuple] = [()]
             if self.data(feature):
                 first = (*self.data(feature, later=False), "--exit-interval", 2)
-                starts = [
-                    first,
-                    (*self.data(feature), "--load", root, "--accept-changed", "data"),
-                ]
+                starts = [first, (*self.data(feature), "--load", root, "--accept-changed", "data")]
             for more in starts:
                 texts = self.on(layout, start, flags(feature, layout, *saving(root), *more))
                 assert all(text.endswith("exit code 0") for text in texts), texts[0]

@@ -39,16 +39,12 @@ def deepspeed_classes():
         module, _, name = full.rpartition(".")
         if module.startswith("deepspeed."):
             modules.setdefault(module, types.ModuleType(module))
-            kind = type(
-                name,
-                (),
-                {
-                    "__module__": module,
-                    "__init__": lambda self, *args: setattr(self, "args", args),
-                    "__reduce__": lambda self: (type(self), self.args),
-                },
-            )
-            setattr(modules[module], name, kind)
+            members = {
+                "__module__": module,
+                "__init__": lambda self, *args: setattr(self, "args", args),
+                "__reduce__": lambda self: (type(self), self.args),
+            }
+            setattr(modules[module], name, type(name, (), members))
     parts = {
         ".".join(name.split(".")[:i]) for name in modules for i in range(1, name.count(".") + 1)
     }
