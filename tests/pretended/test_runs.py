@@ -28,9 +28,9 @@ from pretended.train import CASES, FAULTS, Case
 pytestmark = MARKS
 
 LOG, EVALUATION, SAVE = 2, 4, 4  # intervals of train.MODEL and of cases that save
+# the others are a campaign
 OFTEN = """llama; dropout; offload; fp16; torch; zero 3; fp8, blocks; experts; experts, loop;
-experts, pairs; context parallel, ring, documents; short"""
-OFTEN = re.split(r";\s", OFTEN)  # the others are a campaign
+experts, pairs; context parallel, ring, documents; short""".replace("\n", " ").split("; ")
 DEFAULT = ("zero 3",)
 ERRORS = {  # with which a run ends by a fault that is no wait
     "mask": "DynamicOutputShapeException",  # torch's fake tensors end there

@@ -173,7 +173,7 @@ def blamed(flags: tuple[str, ...], patch: Callable[[], Any]) -> list[str]:
 
 
 TRACED = ["dp2", *(f"dp2 {stage}" for stage in STAGES), "dp2 serial zero2"]
-TRACED += [f"pp2 {x}" for x in ("zero-bubble dp2 zero2", "zero-bubble dp2 zero3")]
+TRACED += ["pp2 zero-bubble dp2 zero2", "pp2 zero-bubble dp2 zero3"]
 TRACED += ["pp2 zero-bubble-v dp2 zero3 kept"]
 
 
