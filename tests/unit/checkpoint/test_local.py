@@ -173,6 +173,17 @@ def test_two_lost_nodes_of_a_group_leave_the_older_one(job, redundancy, lost):
     assert nodes.files() != before
 
 
+def test_what_is_rebuilt_lies_on_another_node_than_its_block(job, tmp_path):
+    """The partner of node 0 is gone, and there is no new node."""
+    job(4, 1).save(1, 7)
+    shutil.rmtree(tmp_path / "2")
+    (tmp_path / "3").rename(tmp_path / "2")
+    nodes = job(3, 1)
+    assert nodes.outcome(7) == (1, True)
+    nodes.lose(0)
+    assert nodes.outcome(7) == (1, True)
+
+
 def test_copies_that_an_earlier_version_kept_serve(job, tmp_path):
     """With a partner each node had the shards of the one before it; no manifest lists them."""
     nodes = job(2, 1)
