@@ -252,10 +252,12 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--out", type=Path, help="JSON of every run")
     args = parser.parse_args(argv)
+    if not (args.setup or args.peers):
+        parser.error("give --setup DIR, --peers DIR or both")
     if OURS not in args.sides:
         parser.error("--sides: ours is what the others are compared with; name it too")
     if args.setup:
-        setup(args.setup)
+        setup(args.setup, ["deepspeed"])
         build_kernel(args.setup.resolve())
     if not args.peers:
         return

@@ -444,7 +444,18 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         type=Path,
         help=f"Markdown file that the tables are written to, between {BEGIN} and {END}",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not (args.setup or args.peers):
+        parser.error("give --setup DIR, --peers DIR or both")
+    return args
+
+
+def without_machine_folder(word: str) -> str:
+    """An argument as documents show it: paths in the repository are relative, others are DIR."""
+    if not word.startswith("/"):
+        return word
+    path, root = Path(word), Path(__file__).resolve().parents[1]
+    return str(path.relative_to(root)) if path.is_relative_to(root) else "DIR"
 
 
 def measured(argv: list[str], args: argparse.Namespace) -> Row:
@@ -454,8 +465,7 @@ def measured(argv: list[str], args: argparse.Namespace) -> Row:
     places = prepared(args)
     document: Row = {
         "started": datetime.now().isoformat(timespec="seconds"),
-        # no folder of this machine
-        "command": ["DIR" if word.startswith("/") else word for word in argv],
+        "command": [without_machine_folder(word) for word in argv],
         "machine": machine(),
         "versions": versions(args.peers),
         "rounds": args.rounds,
@@ -489,7 +499,7 @@ def measured(argv: list[str], args: argparse.Namespace) -> Row:
 def main(argv: list[str]) -> None:
     args = read_arguments(argv)
     if args.setup:
-        setup(args.setup)
+        setup(args.setup, ["deepspeed"])
     if not args.peers:
         return
     if DEEPSPEED in args.systems and not (args.peers / "deepspeed").is_dir():

@@ -281,6 +281,8 @@ def main() -> None:
     flags.add_argument("--pairs", type=int, default=PAIRS)
     flags.add_argument("--out", type=Path, help="JSON with every run")
     arguments = flags.parse_args()
+    if not (arguments.setup or arguments.run):
+        flags.error("give --setup DIR, --run DIR or both")
     if arguments.setup:
         setup(arguments.setup.resolve())
     if arguments.run:

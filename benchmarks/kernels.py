@@ -20,8 +20,8 @@ attention  a layer of Llama 3 8B (32 query heads on 8 key heads in the fused pro
            FLOPs as usual: 4 b n s^2 d forward, half of it when causal, 2.5 times that backward
 experts    products of experts, forward and of both gradients: ours, torch's in a loop, its grouped
            product
-memory     norms, rotary embedding, activations, 8-bit floats, dropout, cross-entropy, initial
-           weights, AdamW and the gradient's norm: bytes that must be moved, by time
+memory     norms, rotary embedding, activations, 8-bit floats, dropout, cross-entropy, AdamW
+           and the gradient's norm: bytes that must be moved, by time
 
 Where a result is cheap to know, ours is compared with fp32 before it is timed; an error above the
 bound is a separate row, a fault. `predicted` was written before anything was measured. Times are

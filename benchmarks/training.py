@@ -711,7 +711,10 @@ def exit_cleanly(*_: object) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, exit_cleanly)
-    args = parser_of_flags().parse_args()
+    parser = parser_of_flags()
+    args = parser.parse_args()
+    if not (args.setup or args.peers):
+        parser.error("give --setup DIR, --peers DIR or both")
     if args.setup:
         setup(args.setup, args.environments)
     if args.peers:

@@ -401,8 +401,10 @@ def main(argv: list[str]) -> None:
         help="JSON of every run; settings that are not measured now stay as they are there",
     )
     args = parser.parse_args(argv)
+    if not (args.setup or args.peers):
+        parser.error("give --setup DIR, --peers DIR or both")
     if args.setup:
-        setup(args.setup)
+        setup(args.setup, ["deepspeed"])
     if not args.peers:
         return
     document: dict[str, Any] = (

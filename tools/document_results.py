@@ -443,7 +443,7 @@ def pipeline_torch() -> str:
             ratio(row["verdict"], 3),
             row["verdict"]["pairs"],
             row["verdict"]["goal"],
-            verdict(row["verdict"]),
+            "outdated" if "outdated" in row else verdict(row["verdict"]),
         )
         for row in pipeline("torch")
     ]

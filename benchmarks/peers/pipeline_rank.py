@@ -195,11 +195,11 @@ class Job:
     def _compute(self, step: StepState, action: Action) -> None:
         """One computation, outside of a schedule."""
         passes = tuple(
-            LayerPass(layer, kind, action.micro, "", None, None)
+            LayerPass(layer, kind, action.micro, "", (), ())
             for layer, kind in self.pipeline.passes[action.kind, action.stage]
         )
         run = self.pipeline.forward if action.kind is Kind.FORWARD else self.pipeline.backward
-        run(step, Task((action,), passes=passes))
+        run(step, Task((action,), "", passes, [], [], []))
 
     def step(self, schedule: Schedule, scale: float = 1.0) -> StepSums:
         """One run of a schedule."""

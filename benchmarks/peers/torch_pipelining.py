@@ -66,6 +66,8 @@ class TorchPipeline:
         self.job, self.rank, placement = job, job.groups.pp.rank, job.placement
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
         self.last, self.first = placement[-1] == self.rank, placement[0] == self.rank
+        # weights, and where their deferred gradients go
+        self.deferring: list[tuple[nn.Parameter, list[WeightGrad]]] = []
         stages = [
             PipelineStage(
                 StageModule(job, chunk),
@@ -96,11 +98,12 @@ class TorchPipeline:
         for name, unit in self.job.model.layers_by_stage[chunk]:
             for layer in unit.modules() if name.startswith("layers") else ():
                 if isinstance(layer, Linear):
-                    layer.weight.deferred_grads = left
+                    self.deferring.append((layer.weight, left))
 
         def build() -> Callable[[], None]:
             mine = left.copy()
             left.clear()
+            assert mine, "the backward pass was not split"
             return lambda: add_weight_grads(mine)
 
         return build
@@ -109,6 +112,9 @@ class TorchPipeline:
         """Forward and backward passes of ids [m b, s + 1]; the loss sum, on the rank that has the
         head.
         """
+        # Only during torch's step: our own split passes set and delete the same attribute.
+        for weight, left in self.deferring:
+            weight.deferred_grads = left
         losses: list[Tensor] = []
         arguments = (ids,) if self.first else ()
         self.schedule.step(
@@ -117,4 +123,6 @@ class TorchPipeline:
             losses=losses if self.last else None,
             return_outputs=False,
         )
+        for weight, _ in self.deferring:
+            del weight.deferred_grads
         return sum(loss.item() for loss in losses)

@@ -1,5 +1,5 @@
-"""What benchmarks import of this program exists: most run by hand, next to programs that are not
-installed here.
+"""What benchmarks and campaigns import of this program and its tests exists: most run by hand, some
+next to programs that are not installed here.
 """
 
 import ast
@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAMS = [path for name in ("benchmarks", "campaigns") for path in (ROOT / name).rglob("*.py")]
+OURS = ("megatron.", "unit.", "parity.", "distributed.")
 
 
-@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.py")), ids=lambda path: path.stem)
-def test_what_a_benchmark_imports_of_ours_exists(path):
+@pytest.mark.parametrize("path", sorted(PROGRAMS), ids=lambda path: path.stem)
+def test_what_a_program_imports_of_ours_exists(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom):
             continue
         module = node.module or ""
-        if module.startswith("megatron.") and not module.startswith("megatron.core"):
+        if module.startswith(OURS) and not module.startswith("megatron.core"):
             ours = importlib.import_module(module)
             for alias in node.names:
                 is_there = hasattr(ours, alias.name)
