@@ -4,7 +4,7 @@ A rank is compared with its peers, the ranks of the same pipeline stage: its exc
 slower it is than their median, in each of the last WINDOW parts of log intervals (two intervals of
 eight steps or more). It is a straggler when the mean excess is at least `threshold`, the median of
 each half of the window at least half of that, and the mean is significant against the noise of the
-parts (a busy machine).
+parts (a busy machine) and of the ranks (nodes that differ).
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ SECTIONS = ("data", "forward", "backward", "optimizer", "host")
 BLOCKS = 8  # parts of a log interval
 WINDOW = 16  # parts that a verdict looks at
 FAR = 5.0  # standard errors that a straggler is away from its peers
+APART = 3.0  # and standard deviations between ranks
+MANY = 8  # ranks from which on one is compared with how much the others differ
+NORMAL = 1.4826  # standard deviation / median deviation of normal numbers
 OF_MEAN = 1.2533  # standard deviation / mean deviation
 
 
@@ -123,6 +126,8 @@ class StragglerWatch:
         # slow in both halves: not for a while only
         halves = np.median(excess.reshape(2, WINDOW // 2, len(ranks)), axis=1)
         is_far = (means >= bound) & (halves.min(0) >= bound / 2)
+        if len(ranks) >= MANY:
+            is_far &= means >= APART * NORMAL * medians_of_others(np.abs(means))
         return [
             Straggler(ranks[at], float(means[at]), SECTIONS[int(lost[at].argmax())])
             for at in np.flatnonzero(is_far)

@@ -112,6 +112,21 @@ def test_ranks_with_a_stage_for_themselves():
     assert (watch.straggler.rank, watch.straggler.section) == (1, "optimizer")
 
 
+def test_nodes_of_two_kinds():
+    """Half of the ranks are slower by 15%: none of them is the straggler; one that is slower still
+    by 60% is.
+    """
+    generator = random.Random(5)
+    fast, old = USUAL, [1.15 * value for value in USUAL]
+    watch = StragglerWatch([0] * 16, 0.1)
+    for _ in range(3):
+        watch.add(table([fast, old] * 8, 0.01, generator))
+    assert watch.straggler is None
+    for _ in range(2):
+        watch.add(table([fast, old] * 7 + [fast, slow(old, "forward", 3)], 0.01, generator))
+    assert watch.straggler.rank == 15
+
+
 def test_short_intervals_are_put_together():
     """Of one step a line, as many lines are looked at as two long intervals have parts."""
     watch = StragglerWatch([0, 0], 0.1)
