@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 ROWS = """
 gpt: pp2 gpipe, pp2 zero-bubble, pp2 zero-bubble-v, pp4 interleaved v2, pp2 1f1b dp2
 m3: pp2 interleaved v2, pp4 zero-bubble-v
-gpt: tp2 sp serial, tp4 sp, tp2 sp dp2, dp2 zero1, dp2 zero2, dp2 zero3, dp2 serial zero3
+gpt: tp2 sp, tp4 sp, tp2 sp dp2, dp2 zero1, dp2 zero2, dp2 zero3, dp2 serial zero3
 gpt: tp2 sp dp2 zero3, dp4 shard2 zero3, pp2 zero-bubble dp2 zero2, pp2 zero-bubble-v dp2 zero3 kept
 gpt: dp2 zero2 offload, dp2 zero3 kept offload, dp4 shard2 zero2 offload
 gpt: dp2 zero3 param-offload, dp2 kept zero3 param-offload

@@ -63,6 +63,21 @@ def test_bad_configurations_are_found(gate):
     assert good["serialised"] == 0 and good["hot_cp_async"] > 0 and good["hot_barriers"] > 0
 
 
+def test_a_kernel_whose_key_has_changed_is_compiled_again(monkeypatch, capsys):
+    from megatron.kernels.tools import manifest
+
+    monkeypatch.setattr(manifest, "rows", lambda _: {"a": None})
+    monkeypatch.setattr(manifest, "forget_lines", lambda: None)
+    monkeypatch.setattr(manifest, "key_of", lambda _: "new")
+    monkeypatch.setattr(manifest, "compile_row", lambda _: {"compiled": 1})
+    for key, found in (
+        ("new", {"key": "new", "held": True}),
+        ("old", {"compiled": 1, "key": "new"}),
+    ):
+        manifest.work(None, ["a"], {"a": {"key": key}})
+        assert json.loads(capsys.readouterr().out) == {"a": found}
+
+
 def test_a_difference_from_the_manifest_is_named():
     from megatron.kernels.tools import manifest
 

@@ -176,7 +176,9 @@ def values_of(flag: str, words: list[str]) -> list[str]:
     return [value for name, value in zip(words, words[1:], strict=False) if name == flag]
 
 
-@pytest.mark.parametrize("flags", [("--train-iters", "7"), ("--train_samples=7",)])
+@pytest.mark.parametrize(
+    "flags", [("--train-iters", "7"), ("--train_samples=7",), ("--train-tokens", "100000")]
+)
 def test_a_flag_of_the_length_replaces_the_default_in_every_spelling(start, flags):
     given = start(*flags).training
     assert given[-len(flags) :] == list(flags) and "--train-samples" not in given
@@ -386,6 +388,11 @@ DEFAULTS = {
         ("12020", {}, {"NCCL_LAUNCH_ORDER_IMPLICIT": None}),
         # no driver
         ("", {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, {}),
+        (
+            "13000",
+            {"NCCL_LAUNCH_ORDER_IMPLICIT": "0", "PYTORCH_ALLOC_CONF": "max_split_size_mb:512"},
+            {},
+        ),
         # the setting's older name
         ("13000", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": None}),
     ],
@@ -412,6 +419,16 @@ def test_torchrun_gives_its_ranks_time_to_save(tmp_path, given):
     done = launch(tmp_path, "torchrun", script, **given)
     seconds = given.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     assert done.returncode == 0 and f"SEEN {seconds}\n" in done.stdout, done.stderr
+
+
+def test_a_signal_before_the_rank_is_started_does_not_kill_it(tmp_path):
+    """SIGUSR1 while the driver is asked for its version."""
+    (tmp_path / "begin").write_text("export LAUNCHER=${LAUNCHER:-$$}\n")
+    cases = f'*cuDriverGetVersion*) kill -USR1 "$LAUNCHER" ;; *) exec {sys.executable} "$@" ;;'
+    python = program(tmp_path / "python", f'case "$*" in {cases} esac')
+    settings = {"PYTHON": str(python), "BASH_ENV": str(tmp_path / "begin")}
+    done = launch(tmp_path, "srun", "print('started')", **settings)
+    assert done.returncode == 0 and "started" in done.stdout, done.stderr
 
 
 # ---- the check of the nodes ----------------------------------------------------------------------

@@ -231,7 +231,9 @@ def test_what_the_disk_has_changed_is_not_committed(gloo_world, tmp_path):
 
 
 def test_an_error_of_the_file_system_has_a_fix(tmp_path):
-    for number, fix in ((errno.ENOSPC, "; free space"), (errno.EROFS, "; make it writable")):
+    space, rights = "; free space", "; make it writable"
+    fixes = {errno.ENOSPC: space, errno.EDQUOT: space, errno.EACCES: rights, errno.EROFS: rights}
+    for number, fix in fixes.items():
         error = OSError(number, os.strerror(number))
         text = commit.not_saved(tmp_path, 2, error)
         assert os.strerror(number) in text and fix in text

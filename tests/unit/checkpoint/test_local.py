@@ -29,6 +29,7 @@ from local_cases import (
 )
 
 from megatron.checkpoint import manifest as m
+from megatron.checkpoint.local.nodes import is_same
 from megatron.checkpoint.local.redundancy import (
     XOR_GROUP,
     Stream,
@@ -88,6 +89,11 @@ def job(gloo_world, tmp_path):
 
 
 NOTHING = (None, True)
+
+
+def test_a_folder_may_be_named_in_two_ways(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert is_same(f"{tmp_path}/run", f"{tmp_path}/link/run/")
 
 
 def test_nodes_are_who_sees_the_same_folder(job):

@@ -345,7 +345,7 @@ multiple of @pp 2 stages
 --decoupled-lr 1e-3 --freeze head --untie-embeddings-and-output-weights
 --bf16 --main-grads-dtype bf16 --grad-reduce-in-bf16
 --optimizer-nvme-offload disk --optimizer-offload-fraction 0.5
---save new --load new --save-interval 5 --save-retain-interval 10 --save-keep-last 2
+--save new --load new/ --save-interval 5 --save-retain-interval 10 --save-keep-last 2
 --load ckpt --finetune --no-load-optim
 --save-retain-interval 10
 --recompute-method block
@@ -452,6 +452,47 @@ def test_every_bound_is_a_fault_beyond_it():
 )
 def test_conditions_in_messages(condition, text):
     assert condition_text(condition) == text
+
+
+# All pairs of settings that exclude each other, each once.
+EXCLUDED = """
+activation_offload: recompute overlap_moe_expert_parallel_comm
+adam_implementation=apex: exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload
+attention_backend=sdpa,fa4,gluon: attention_dropout>0 attn_logit_softcapping
+cuda_graphs: activation_offload context_parallel_size num_experts recompute recompute_granularity
+    recompute_layers tensor_model_parallel_size tiled_mlp torch_compile
+    pipeline_schedule=zero-bubble,zero-bubble-v
+data_path: mock_data train_data_path valid_data_path test_data_path
+distribute_saved_activations: sequence_parallel
+fp16: bf16
+fp64: adam_implementation=triton bf16 exp_avg_dtype exp_avg_sq_dtype fp16 grad_reduce_in_bf16
+local_checkpoint_dir: async_save_host_memory
+lr_warmup_fraction: lr_warmup_iters lr_warmup_samples
+mock_data: train_data_path valid_data_path test_data_path
+moe_expert_capacity_factor: moe_router_force_load_balancing
+moe_router_enable_expert_bias: moe_router_score_function=softmax
+multi_latent_attention: add_qkv_bias fp8_format group_query_attention no_rope_freq rotary_percent
+    rotary_backend=triton torch_compile position_embedding_type=learned_absolute
+num_experts: add_bias_linear=True fp8_format tiled_mlp
+override_opt_param_scheduler: use_checkpoint_opt_param_scheduler
+pipeline_schedule=gpipe,zero-bubble,zero-bubble-v: overlap_moe_expert_parallel_comm
+rampup_batch_size: step_batch_size_schedule
+recompute_granularity: recompute recompute_layers
+rotary_seq_len_interpolation_factor: use_rope_scaling
+torch_compile: context_parallel_size num_experts recompute recompute_layers tiled_mlp
+    recompute_granularity=selective
+train_iters: train_samples
+"""
+
+
+def test_the_exclusions_are_these():
+    def pair(one: str, other: str) -> frozenset[frozenset[str]]:
+        return frozenset(frozenset(re.split("[=,]", each)) for each in (one, other))
+
+    expected = [(one, other) for one, all in read_table(EXCLUDED).items() for other in all.split()]
+    table = (map(str.split, settings.split(" / ")) for settings in read_table(EXCLUSIONS))
+    found = [pair for sides in table for pair in itertools.product(*sides)]
+    assert {pair(*each) for each in found} == {pair(*each) for each in expected}
 
 
 def test_each_exclusion_of_the_table_is_a_fault():

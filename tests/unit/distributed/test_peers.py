@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron.distributed import peers
-from megatron.distributed.peers import PeerError, Peers, waiting
+from megatron.distributed import collectives, peers
+from megatron.distributed.groups import Axis
+from megatron.distributed.peers import PEERS, PeerError, Peers, waiting
 
 
 @pytest.fixture
@@ -79,3 +80,14 @@ def test_memory_that_runs_out_is_blamed_on_nobody():
     assert not isinstance(raised.value, PeerError)
     with pytest.raises(PeerError), waiting(lambda seconds: "rank 0 waited"):
         torch.empty(2).view(3)
+
+
+def test_a_rank_waits_while_it_exchanges_messages(monkeypatch):
+    waits = []
+    for name in ("all_gather_object", "broadcast_object_list"):
+        exchange = lambda *_, **__: waits.append(len(PEERS.waits))
+        monkeypatch.setattr(collectives.dist, name, exchange)
+    two = Axis("world", 0, (0, 1))
+    collectives.gather_objects("text", two)
+    collectives.broadcast_object("text", two)
+    assert waits == [1, 1]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from megatron.tools._plan.hardware import write_hardware
+from megatron.tools._plan.operations import Operations
 from megatron.tools._plan.program import Program
 from megatron.tools._plan.rows import program_of, read_rows, row_flags
 from megatron.tools._plan.validate import percentile, predict_row, score, spearman
+from megatron.tools._plan.work import Exchange
+from step_models import DENSE, H100, TOKENS, VOCABULARY, resolved
 
+from megatron.config.errors import UserError
 from tools.plan import run
 
 HEAD = (
@@ -45,6 +51,21 @@ def test_every_row_has_an_answer_in_order(file, tmp_path):
     assert any(line.strip().endswith("all") for line in text)
 
 
+def test_rows_are_held_against_constants_that_are_given(file, tmp_path):
+    """Those of devices of their type."""
+    out, mine = tmp_path / "out.json", tmp_path / "mine.json"
+    slow = dataclasses.replace(H100, product_efficiency=H100.product_efficiency / 2)
+    write_hardware(mine, slow, {})
+    steps = []
+    for more in ([], ["--hardware", str(mine)]):
+        run("validate", [str(file), "--out", str(out), *more])
+        steps.append([row.get("step_s") for row in json.loads(out.read_text())["rows"]])
+    shipped, given = steps
+    assert given[0] > 1.3 * shipped[0] and given[3] == shipped[3]
+    with pytest.raises(UserError, match="--hardware b200: no row that can be predicted ran on"):
+        run("validate", [str(file), "--hardware", "b200"])
+
+
 def test_measures_of_a_group(file):
     first = predict_row(read_rows(file)[0])
     found = score("one", [first])
@@ -55,6 +76,13 @@ def test_measures_of_a_group(file):
 
 
 # ---- other programs
+
+
+def test_whole_logits_are_gathered():
+    config = resolved(f"{DENSE} --tensor-model-parallel-size 2")
+    operations = Operations(config, VOCABULARY, Program(whole_logits=True))
+    gather = Exchange("all-gather", "tp", 2 * TOKENS * operations.vocab * 2)
+    assert gather in operations.head().forward.exchanges
 
 
 def test_a_row_is_planned_as_the_program_that_ran_it():

@@ -21,7 +21,7 @@ from megatron.distributed.groups import layout_of
 from megatron.parallel import blocks as optimizer_blocks
 from megatron.parallel.blocks import Block
 
-RUN = """--bf16 --mock-data --micro-batch-size 1 --train-iters 1 --lr 1 --attention-dropout 0
+RUN = """--mock-data --micro-batch-size 1 --train-iters 1 --lr 1 --attention-dropout 0
 --hidden-dropout 0 --recompute-granularity full"""
 # vocabulary, flags
 MODELS = {
@@ -46,7 +46,8 @@ def configure(name: str, world: int, flags: str, tp: int = 1, pp: int = 1) -> Co
         layout += f" --tensor-model-parallel-size {tp} --sequence-parallel"
     if pp > 1:
         layout += f" --pipeline-model-parallel-size {pp}"
-    return resolved(f"{RUN} {sizes} {layout} {flags}", world, vocab)
+    precision = "" if "--fp64" in sizes else "--bf16"
+    return resolved(f"{RUN} {precision} {sizes} {layout} {flags}", world, vocab)
 
 
 def blocks_of(name: str, config: Config, world: int, pipe: int = 0) -> list[Block]:
@@ -95,6 +96,7 @@ def test_the_plan_is_what_the_blocks_take(stage, name):
 @pytest.mark.parametrize(
     "pp, layers, flags",
     [
+        (2, 4, "--fp64"),
         (2, 4, "--pipeline-schedule zero-bubble-v --pipeline-model-parallel-layout auto"),
         (4, 12, "--num-virtual-stages-per-pipeline-rank 3"),
         (3, 4, "--position-embedding-type none --pipeline-model-parallel-layout E|tttt|L"),
@@ -109,7 +111,8 @@ def test_every_pipeline_rank_of_several_or_empty_stages(pp, layers, flags):
             blocks = blocks_of("small", config, 2 * pp, rank)
             shapes = [entry.shape for block in blocks for entry in block.entries]
             assert memory.parameters == sum(map(math.prod, shapes))
-            assert memory.resident == 18 * sum(block.size for block in blocks)
+            bytes_each = 32 if flags == "--fp64" else 18
+            assert memory.resident == bytes_each * sum(block.size for block in blocks)
     largest = PlannedSteps(config, 301, 2 * pp, "cuda").largest_ranks()
     fullest = max(memory.total for memory in planned)
     assert max(planned[rank].total for rank in largest) == fullest

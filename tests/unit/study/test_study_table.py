@@ -158,3 +158,13 @@ def test_a_torn_line_is_skipped_and_ended(tmp_path):
     (tmp_path / "raw.jsonl").write_text("nothing\n")
     with pytest.raises(UserError, match="no line has a kind"):
         raw.read(tmp_path)
+
+
+def test_works_beyond_the_alphabet_are_distinguished(recorded):
+    row = recorded.header["rows"][0]
+    line = recorded.runs[row["key"], 0]
+    keys = [f"key {number}" for number in range(28)]
+    header = recorded.header | {"rows": [row | {"key": key, "name": key} for key in keys]}
+    runs = {(key, 0): line | {"key": key, "name": key, "work": key} for key in keys}
+    found = summary(raw.RawRows(header, runs, {})).rows
+    assert [found[number].work for number in (0, 1, 26, 27)] == ["A", "B", "AA", "BB"]

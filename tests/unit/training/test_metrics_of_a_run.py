@@ -5,6 +5,7 @@ layers, what routers log from the logits that they saw, and the time line of a p
 from __future__ import annotations
 
 import math
+import socket
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,6 +19,7 @@ from parity.layouts import BASE, LLAMA, NO_DROPOUT
 from parity.worker import Outcome, run_case
 
 from megatron.model.experts.router import Router
+from megatron.observe.stragglers import StragglerWatch
 from megatron.training import loop, reporting
 
 L, H, S, B, V, PADDED = 2, 32, 16, 8, 50, 128
@@ -211,18 +213,27 @@ def test_routers_log_what_their_logits_say(one_thread):
 # ---- the compute time of ranks
 
 
-def run_for_metrics(flags: tuple[str, ...]) -> int:
-    with replaced():
-        return exit_code((*BASE, *"--micro-batch-size 4 --train-iters 2".split(), *flags))
+def run_for_metrics(flags: tuple[str, ...]) -> str:
+    """What a rank prints, whose watch is written into each training line."""
+
+    def fields(watch: StragglerWatch, metrics: Row) -> list[str]:
+        return [f"from {watch.threshold} on {len(watch.nodes)} x {watch.nodes[1]}"]
+
+    with replaced((StragglerWatch, "fields", fields)) as printed:
+        assert exit_code((*BASE, *"--micro-batch-size 4 --train-iters 2".split(), *flags)) == 0
+    return printed.getvalue()
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-log-straggler",)])
+@pytest.mark.parametrize("flags", ["--straggler-threshold 0.25", "--no-log-straggler"])
 def test_ranks_are_timed_unless_switched_off(gloo_world, tmp_path, flags):
     file = tmp_path / "metrics.jsonl"
-    assert gloo_world(2).run(run_for_metrics, (*flags, "--metrics-file", str(file))) == [0, 0]
+    words = (*flags.split(), "--metrics-file", str(file))
+    printed, _ = gloo_world(2).run(run_for_metrics, words)
+    on = flags != "--no-log-straggler"
+    assert (f"from 0.25 on 2 x {socket.gethostname()}" in printed) == on
     for row in read_metrics(file):
         timed = [name for name in row if name.startswith(("rank-time", "slowest-rank"))]
-        assert ("rank-time-min" in timed) == (not flags) == bool(timed)
+        assert ("rank-time-min" in timed) == on == bool(timed)
 
 
 # ---- the time line of a pipeline

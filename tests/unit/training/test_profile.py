@@ -163,13 +163,13 @@ def test_the_time_of_a_queued_step_is_not_the_profilers(tmp_path):
     settings = SimpleNamespace(
         profile_step_start=1,
         profile_step_end=2,
-        pytorch_profiler_collect_shapes=False,
-        pytorch_profiler_collect_callstack=False,
+        pytorch_profiler_collect_shapes=True,
+        pytorch_profiler_collect_callstack=True,
     )
     overlap = SimpleNamespace(overlap_moe_expert_parallel_comm=False)
     config = SimpleNamespace(logging=settings, distributed=overlap)
     with (
-        mock.patch.object(profile, "profile", lambda **_: Traces()),
+        mock.patch.object(profile, "profile", return_value=Traces()) as profiler_of,
         mock.patch.object(torch.cuda, "synchronize", lambda _: order.append("wait")),
         mock.patch.object(profile.StepProfiler, "_write", lambda _: order.append("write")),
     ):
@@ -178,6 +178,8 @@ def test_the_time_of_a_queued_step_is_not_the_profilers(tmp_path):
             of_gpu.next_step(iterations, paused)
     expected = "( prepare_trace ) wait ( start_trace ) wait ( stop_trace write )"
     assert " ".join(order) == expected
+    asked = profiler_of.call_args.kwargs
+    assert asked["record_shapes"] and asked["with_stack"]
 
 
 def test_memory_history_acts_on_cuda_alone(tmp_path):
@@ -232,6 +234,25 @@ def test_what_is_known_of_live_tensors(tmp_path):
     assert ("activation that MulBackward0 keeps", (3, 1 << 18)) not in {
         (each.label, each.shape) for each in live_tensors(cpu)
     }
+
+
+def test_the_advice_is_of_the_plan_and_of_the_allocator_setting(monkeypatch):
+    config, names = resolve(parse_arguments(TINY).config, 1, 31).config, "PYTORCH_{}ALLOC_CONF"
+    advised = lambda gib: out_of_memory._advice(config, 31, 1, "cuda", 0, gib)[-1]
+    for name in ("", "CUDA_"):
+        monkeypatch.delenv(names.format(name), raising=False)
+    assert "or set PYTORCH_ALLOC_CONF=expandable_segments:True" in advised(80.0)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert advised(80.0).endswith("or lower --micro-batch-size")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert "or set PYTORCH_ALLOC_CONF=expandable_segments:True" in advised(80.0)
+    assert "by the plan the run fits" not in advised(0.001)
+
+
+def test_the_memory_of_a_host_is_at_most_its_limit_of_addresses(monkeypatch):
+    monkeypatch.setattr(out_of_memory.resource, "getrlimit", lambda _: (1 << 30, 1 << 30))
+    line, _ = out_of_memory._memory(torch.device("cpu"), 0)
+    assert line.startswith("host: 1 GiB of addresses (ulimit -v), ")
 
 
 def test_an_optimizer_that_ran_out_of_memory_has_the_states_of_finished_blocks():
