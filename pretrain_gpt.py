@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         parsed = parse_arguments(sys.argv[1:] if argv is None else argv)
         if parsed.print_config:
-            # The values of positions, so that the file keeps its meaning if a default changes.
+            # Derived position-embedding settings are written out, so that the file keeps its
+            # meaning if a default changes.
             print(dump_config(derive(parsed.config, 1, None, POSITIONS).config))
             return 0
         with exit_on_signals(logs=rough_launch().rank == 0):

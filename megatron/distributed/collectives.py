@@ -42,7 +42,7 @@ ROUND_BYTES = 8 << 20
 UNRECORDED: AbstractContextManager[Any] = nullcontext()
 
 
-def named(*words: object) -> AbstractContextManager[Any]:
+def profiler_range(*words: object) -> AbstractContextManager[Any]:
     """A range of this name in the traces of torch's profiler, for collectives, passes of layers and
     the parts of a step (read by tools/_report/step_parts.py). While it does not record, one
     attribute is read.
@@ -65,7 +65,7 @@ def _waiting(operation: str, axis: Axis) -> AbstractContextManager[None]:
             f"{name_ranks(others)}. {who}"
         )
 
-    return waiting(text, named(operation, axis.dimension))
+    return waiting(text, profiler_range(operation, axis.dimension))
 
 
 @dataclass(eq=False)
@@ -123,7 +123,7 @@ class Backend:
     on_host = False  # moves CPU memory alone
 
     def all_reduce(self, x: Tensor, axis: Axis, op: Any) -> Handle:
-        with named("all-reduce", axis.dimension):
+        with profiler_range("all-reduce", axis.dimension):
             work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
         return Handle([work], x, partial(_waiting, "all-reduce", axis))
 
@@ -133,7 +133,7 @@ class Backend:
         """An all-gather, an all-to-all of rows or a reduce-scatter of x into `out`. `splits`: the
         numbers of rows that are received from each rank, and sent to it.
         """
-        with named(operation, axis.dimension):
+        with profiler_range(operation, axis.dimension):
             work = getattr(dist, NATIVE[operation])(
                 out, x.contiguous(), *splits, group=axis.group, async_op=True
             )
@@ -160,14 +160,14 @@ class Backend:
         return Copied(self.exchange(x.to(reduce_dtype), total, axis, "reduce-scatter"), out)
 
     def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> Handle:
-        with named("send", axis.dimension):
+        with profiler_range("send", axis.dimension):
             work = dist.isend(x, dst=axis.ranks[to], group=axis.group, tag=tag)
-        return Handle([work], x, partial(named, "send", axis.dimension))
+        return Handle([work], x, partial(profiler_range, "send", axis.dimension))
 
     def irecv(self, x: Tensor, source: int, axis: Axis, tag: int) -> Handle:
-        with named("receive", axis.dimension):
+        with profiler_range("receive", axis.dimension):
             work = dist.irecv(x, src=axis.ranks[source], group=axis.group, tag=tag)
-        return Handle([work], x, partial(named, "receive", axis.dimension))
+        return Handle([work], x, partial(profiler_range, "receive", axis.dimension))
 
 
 class Gloo(Backend):

@@ -1,9 +1,9 @@
 """The layers a model is made of: word embedding, transformer layers, head. s sequence, b batch, h
 hidden, v vocabulary.
 
-Each owns the parameters that live and die together (the optimizer's flat buffers of that layer).
-Learned positions belong to the first transformer layer and the final norm to the last, so embedding
-and head hold one matrix each. parallel/pipeline.py runs them, through parallel/layer_runner.py.
+Each layer owns the parameters of its flat buffers (parallel/blocks.py). Learned positions belong to
+the first transformer layer and the final norm to the last, so embedding and head hold one matrix
+each. parallel/pipeline.py runs them, through parallel/layer_runner.py.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class WithScalars(NamedTuple):
 class Layer(nn.Module):
     """What the executor runs: x [s, b, h] (None for the embedding) -> output or WithScalars."""
 
-    recomputes = False  # it may be computed again
-    recompute: LayerRecompute = NO_RECOMPUTE  # what is, of it
+    recomputes = False  # whether it supports recomputation
+    recompute: LayerRecompute = NO_RECOMPUTE  # what its backward pass recomputes
     offloaded: frozenset[str] = frozenset()  # modules whose inputs wait for it on the host
     splits_backward = False  # a split backward pass leaves its weight gradients for later
     reads_weight_backward = True
@@ -255,9 +255,9 @@ class TransformerLayer(Layer):
         )
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:
-        """x + attention(norm(x)), then that + mlp(norm(that)); both sums are delayed into the next
-        norm. The first layer drops out the embedding first (learned positions come from the hook
-        `_add_positions`), the last one ends with the final norm. --torch-compile compiles this.
+        """x + attention(norm(x)), then that + mlp(norm(that)); without dropout the MLP's norm and
+        the final norm add the residual. The first layer drops out the embedding (`_add_positions`
+        adds learned positions), the last ends with the final norm. --torch-compile compiles this.
         """
         stream = x
         # None where nothing is dropped: then the norms' kernels add the residual themselves
@@ -296,7 +296,7 @@ class TransformerLayer(Layer):
 
 
 def _add_positions(layer: TransformerLayer, inputs: tuple[Tensor, MicroBatch]) -> tuple[Any, ...]:
-    """A forward hook of the first layer: the learned positions are added to its input [s, b, h]."""
+    """A forward pre-hook of the first layer: adds the learned positions to its input [s, b, h]."""
     x, micro = inputs
     return x + layer.position(micro.position_ids), micro
 
@@ -341,7 +341,7 @@ class HeadLayer(Layer):
         else:
             logits = self.project(x, self.weight, None, self.tp)
             loss, lse = cross_entropy(logits, micro.labels, self.cross_entropy)
-        # Sums over tokens, not means: the step divides by the valid tokens of all ranks once.
+        # Sums over tokens, not means: the step scales all of them alike, however tokens are masked.
         mask = micro.loss_mask.to(loss.dtype)
         reported = (loss.detach() * mask).sum()
         objective = (loss * mask).sum()

@@ -6,7 +6,7 @@ Tensor parallelism (Shoeybi et al. 2019): a column-parallel layer holds some of 
 row-parallel layer some of the inputs. Sequence parallelism (Korthikanti et al. 2022) splits each
 all-reduce into a reduce-scatter and an all-gather along the sequence.
 
-Gradients of parameters never appear as `.grad`: each parameter carries main_grad, a view of its
+Gradients of our layers' parameters never appear as `.grad`: each carries main_grad, a view of its
 block's gradient buffer (fp32, or fp64 in a float64 run), and backward functions add into it. Where
 a weight has `overwrite_main_grad` set, main_grad holds nothing yet, and the first wgrad overwrites
 it, which saves clearing and reading it. All other parameters find zeros. What an ordinary module
@@ -94,10 +94,13 @@ def dgrad(dy: Tensor, weight: Tensor, *, weight_grad: bool) -> tuple[Tensor, Ten
 
 
 def accumulate_weight_grad(
-    dy: Tensor | Quantised, x: Tensor, weight: nn.Parameter, gemm: Callable[..., None] | None = None
+    dy: Tensor | Quantised,
+    x: Tensor,
+    weight: nn.Parameter,
+    wgrad: Callable[..., None] | None = None,
 ) -> None:
     """Add the gradient dy^T x of a weight to its main_grad, or put it there if that holds nothing
-    yet. `dy` is as `dgrad` returns it, or as it came; `gemm`: in place of `wgrad_gemm`.
+    yet. `dy` is as `dgrad` returns it, or as it came; `wgrad`: in place of `wgrad_gemm`.
     """
     overwrite = getattr(weight, "overwrite_main_grad", False)
     weight.overwrite_main_grad = False
@@ -105,7 +108,7 @@ def accumulate_weight_grad(
     if fp8 is not None and fp8.weight_grad:
         fp8.accumulate_weight_grad(dy, x, weight.main_grad, overwrite)
         return
-    (gemm or wgrad_gemm)(dy, x, weight.main_grad, overwrite, getattr(weight, "by_apex", False))
+    (wgrad or wgrad_gemm)(dy, x, weight.main_grad, overwrite, getattr(weight, "by_apex", False))
 
 
 def wgrad_gemm(
@@ -155,7 +158,6 @@ def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> N
     """
     rows = max(1, SCRATCH_BYTES // (x.shape[1] * (dy.element_size() + main_grad.element_size())))
     for grad, part in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
-        # rounded to bf16 once, behind the sum over tokens in fp32
         wgrad = part.t() @ x
         if overwrite:
             grad.copy_(wgrad)
@@ -166,7 +168,7 @@ def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> N
 def accumulate_gradients(
     parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None], dx: Tensor
 ) -> None:
-    """Add gradients to main_grad, but for frozen parameters, in a backward pass that returns dx."""
+    """Add the gradients of norms and biases to main_grad, unless frozen; backward returns dx."""
     # A backward pass that torch.compile compiles is fixed when the forward pass is traced, before
     # main_grad is opened: an operator takes the parameter, and reads its attribute when it runs.
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -189,7 +191,7 @@ def _add_gradient(dx: Tensor, parameter: Tensor, gradient: Tensor) -> None:
 
 class WeightGrad(NamedTuple):
     """A deferred weight gradient, with dy [s, b, o] and x [s, b, i], or what this rank holds of
-    them: the rest is on its axis. x is detached: the graph would live on otherwise. `gemm`: in
+    them: the rest is on its axis. x is detached: the graph would live on otherwise. `wgrad`: in
     place of `wgrad_gemm`.
     """
 
@@ -198,12 +200,12 @@ class WeightGrad(NamedTuple):
     x: Tensor
     dy_axis: Axis = ALONE
     x_axis: Axis = ALONE
-    gemm: Callable[..., None] | None = None
+    wgrad: Callable[..., None] | None = None
 
     def start(self) -> Callable[[], None]:
         """Set off what is gathered; what it returns waits for that and adds the gradient."""
         dy, x = start_all_gather(self.dy, self.dy_axis), start_all_gather(self.x, self.x_axis)
-        return lambda: accumulate_weight_grad(dy.wait(), x.wait(), self.weight, self.gemm)
+        return lambda: accumulate_weight_grad(dy.wait(), x.wait(), self.weight, self.wgrad)
 
 
 @torch.no_grad()

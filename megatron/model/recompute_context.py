@@ -72,7 +72,7 @@ class RecomputedTensor:
         return tensor
 
 
-Saved = Tensor | RecomputedTensor | OffloadableTensor
+PackedTensor = Tensor | RecomputedTensor | OffloadableTensor
 # weak, since parts of a graph go unused
 Readers = list[weakref.ref[RecomputedTensor]]
 ParkedTensors = list[weakref.ref[OffloadableTensor]]
@@ -83,9 +83,9 @@ def place_in_storage(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-def unpack(saved: Saved) -> Tensor:
+def unpack(packed: PackedTensor) -> Tensor:
     """What a backward pass reads."""
-    return saved if isinstance(saved, Tensor) else saved.read()
+    return packed if isinstance(packed, Tensor) else packed.read()
 
 
 def results_of(y: Any) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ class Recomputation:
     """
 
     function: Function | None
-    inputs: list[Saved]
+    inputs: list[PackedTensor]
     differentiated: list[bool]
     readers: list[Readers] = field(default_factory=list)
 
@@ -117,8 +117,8 @@ class Recomputation:
         function, self.function = self.function, None
         # Inputs that are results of other computations run those first.
         inputs = [
-            unpack(saved).detach().requires_grad_(differentiated)
-            for saved, differentiated in zip(self.inputs, self.differentiated, strict=True)
+            unpack(packed).detach().requires_grad_(differentiated)
+            for packed, differentiated in zip(self.inputs, self.differentiated, strict=True)
         ]
         self.inputs = []
         tensors: list[Tensor] = []
@@ -276,7 +276,7 @@ class RecomputeContext:
             recomputation.readers.append(readers)
             self.results[storage._cdata] = StorageWeakRef(storage), recomputation, readers
 
-    def _pack(self, tensor: Tensor) -> Saved:
+    def _pack(self, tensor: Tensor) -> PackedTensor:
         """What is kept of a tensor that is saved."""
         storage = tensor.untyped_storage()._cdata
         if storage in self.results:

@@ -1,5 +1,5 @@
 """Mixed-precision optimizer over flat blocks: fp32 master weights and moments of what this rank
-updates, one norm, one fused pass a block.
+updates, one norm, one fused update for each segment.
 
 Blocks that are stepped on the host (offload.py) are not stepped at once: ZeRO carries out each of
 their steps before the block's weights are needed. Update rules act on slices, element by element
@@ -122,8 +122,8 @@ class Optimizer:
                     block.rounded[piece].copy_(held[kind])
 
     def pieces(self, block: Block, kinds: Sequence[str], use: Use) -> Iterable[Held]:
-        """What is in memory at a time of what this rank updates of a block, with its tensors of
-        `kinds`, MASTER or names of states: the caller's until it asks for the next.
+        """(slice of `own`, its tensors of `kinds`: MASTER or names of states): all at once, or with
+        --optimizer-nvme-offload piece by piece, each the caller's until it asks for the next.
         """
         if block.in_files:
             return self.files.pieces(block, kinds, use)
@@ -143,8 +143,8 @@ class Optimizer:
                 yield _named(box, kind), view
 
     def drop_gradients(self) -> None:
-        """Before a step: no gradient is left of the one before, but where a step on the host has
-        yet to use it.
+        """Drop the gradients that the last step kept: those of a skipped step, or all under
+        --log-num-zeros-in-grad. Those of pending steps on the host are dropped after their use.
         """
         for block in self.trained:
             if block in self.waiting:
@@ -215,20 +215,24 @@ class Optimizer:
         clip = (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else norm.new_ones(())
         coefficient = (clip * grad_scale).to(self.wide)
         # The host waits for the norm unless the kernel itself reads found_inf.
-        reads_it = self.rule.implementation.skips_on_device and self.steps.is_cuda
-        if not reads_it and found_inf.item():
+        kernel_skips = self.rule.implementation.skips_on_device and self.steps.is_cuda
+        if not kernel_skips and found_inf.item():
             return StepOutcome(norm, found_inf)
 
         # 2. What a segment's update takes follows from what its tensors declare. Kernels that
         # divide the gradient take an fp32 scalar.
         divisor = 1 / coefficient if self.wide == torch.float32 else None
-        numbers = self.steps, self.steps + 1, coefficient, divisor, found_inf
+        step = self.steps + 1
         scalars = {
             each: StepScalars(
-                rates.decoupled if each.decoupled_lr else rates.base,
-                rates.weight_decay if each.decay else 0.0,
-                flags.adam_eps,
-                *numbers,
+                lr=rates.decoupled if each.decoupled_lr else rates.base,
+                weight_decay=rates.weight_decay if each.decay else 0.0,
+                eps=flags.adam_eps,
+                steps_before=self.steps,
+                step=step,
+                coefficient=coefficient,
+                divisor=divisor,
+                found_inf=found_inf,
             )
             for each in self.param_groups
         }
@@ -273,16 +277,16 @@ class Optimizer:
         self, rule: UpdateRule, block: Block, scalars: Scalars, grad: Tensor, out: Tensor | None
     ) -> None:
         """Step a block: piece by piece of what is in memory, segment by segment of what is updated
-        alike, each by one pass of the kernel.
+        alike.
         """
         for piece, held in self.pieces(block, (MASTER, *self.state_names), "change"):
-            near, rounded = grad[piece], None if out is None else out[piece]
+            piece_grad, rounded = grad[piece], None if out is None else out[piece]
             segments = block.segments(piece) if block.in_files else self.segments[block]
             for part, param_group in segments:
                 states = {name: held[name][part] for name in self.state_names}
                 out_part = None if rounded is None else rounded[part]
                 at = scalars[param_group]
-                rule.apply(held[MASTER][part], near[part], states, at, out_part)
+                rule.apply(held[MASTER][part], piece_grad[part], states, at, out_part)
 
     @torch.no_grad()
     def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor | None], None]) -> None:

@@ -19,9 +19,9 @@ class LossScaler:
         self.scale = config.initial_loss_scale if self.dynamic else (config.loss_scale or 1.0)
         self.clean_steps, self.hysteresis = 0, config.hysteresis
 
-    def at_minimum(self) -> bool:
-        """A further overflow cannot be cured by a smaller scale: it is a real NaN or Inf."""
-        return not self.dynamic or self.scale <= self.config.min_loss_scale
+    def can_lower(self) -> bool:
+        """Whether a smaller scale may cure an overflow; otherwise it is a real NaN or Inf."""
+        return self.dynamic and self.scale > self.config.min_loss_scale
 
     def update(self, overflow: bool) -> None:
         """Account for one step of a dynamic scale."""

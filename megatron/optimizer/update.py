@@ -30,7 +30,7 @@ class StepScalars(NamedTuple):
     weight_decay: float
     eps: float
     steps_before: Tensor  # fp32
-    number: Tensor  # of this step: steps_before + 1
+    step: Tensor  # the number of this step: steps_before + 1
     coefficient: Tensor  # of the gradient, in the precision of the master weights
     # 1 / coefficient, for a kernel that scales the gradient itself; None in float64
     divisor: Tensor | None
@@ -138,7 +138,7 @@ def _fused_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
         [exp_avg],
         [exp_avg_sq],
         [],
-        [at.number],
+        [at.step],
         lr=at.lr,
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,
@@ -163,7 +163,7 @@ def _apex_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
         config.adam_beta1,
         config.adam_beta2,
         at.eps,
-        int(at.number.item()),
+        int(at.step.item()),
         1,
         True,
         at.weight_decay,

@@ -91,9 +91,9 @@ class BufferLayout:
     unit: str  # whose parameters they are
     group: str  # which of Groups.buffers hold copies of it
     entries: tuple[BufferEntry, ...]
-    # elements at its beginning: weights of linear layers, whose gradients a split backward pass
-    # leaves for later
-    late: int
+    # elements at its beginning: weights whose gradient is one GEMM. Their first wgrad overwrites
+    # main_grad, which is not cleared, and a split backward pass defers them.
+    gemm_numel: int
     # (where it ends, whose tensors lie there), one after the other
     ranges: tuple[tuple[int, ParamGroup], ...]
     size: int  # with padding
@@ -101,10 +101,10 @@ class BufferLayout:
 
     @cached_property
     def cleared(self) -> list[tuple[int, int]]:
-        """The ranges of a new gradient that no wgrad GEMM of a linear layer overwrites."""
-        late = [entry for entry in self.entries if entry.start < self.late]
-        starts = [0, *(entry.stop for entry in late)]
-        stops = [*(entry.start for entry in late), self.size]
+        """The ranges of a new gradient that no wgrad GEMM overwrites."""
+        overwritten = [entry for entry in self.entries if entry.start < self.gemm_numel]
+        starts = [0, *(entry.stop for entry in overwritten)]
+        stops = [*(entry.start for entry in overwritten), self.size]
         # a tensor without an element may end where the next one starts
         return [(start, stop) for start, stop in zip(starts, stops) if start < stop]
 
@@ -257,7 +257,6 @@ class Block:
         """Give the parameters a `main_grad`: the block's gradient buffer. Weights of linear layers
         are overwritten by their first wgrad: only what lies between and after them is cleared.
         """
-        # The memory of a new buffer may hold anything: it is cleared where nothing overwrites it.
         assert self.grad is None
         self.grad = self.grad_place
         if self.grad is None:
@@ -267,7 +266,7 @@ class Block:
         for entry in self.entries:
             view = self.grad.narrow(0, entry.start, entry.numel)
             entry.parameter.main_grad = view.view(entry.shape)
-            if entry.start < self.layout.late:
+            if entry.start < self.layout.gemm_numel:
                 entry.parameter.overwrite_main_grad = True
 
     def complete(self) -> None:
@@ -293,15 +292,15 @@ class Block:
 
     def open_early(self, key: Any) -> None:
         """A `main_grad` of zeros for what a split backward pass completes with the input gradient:
-        buffer [size - late], the rest has none. `key`: which pass it is.
+        buffer [size - gemm_numel], the rest has none. `key`: which pass it is.
         """
         # Small: norms, biases and positions. The matrices' part of the block has no buffer yet.
         early = torch.zeros(
-            self.size - self.layout.late, dtype=self.grad_dtype, device=self.weight.device
+            self.size - self.layout.gemm_numel, dtype=self.grad_dtype, device=self.weight.device
         )
         for entry in self.entries:
-            if entry.start >= self.layout.late:
-                entry.parameter.main_grad = entry.view(early, self.layout.late)
+            if entry.start >= self.layout.gemm_numel:
+                entry.parameter.main_grad = entry.view(early, self.layout.gemm_numel)
         self.early[key] = early
 
     def close_early(self) -> None:
@@ -311,7 +310,7 @@ class Block:
 
     def add_early(self, key: Any) -> None:
         """Before the second half: what the first has completed, in a buffer just opened."""
-        self.grad[self.layout.late :].copy_(self.early.pop(key))
+        self.grad[self.layout.gemm_numel :].copy_(self.early.pop(key))
 
     # ---- what this rank updates
 
@@ -428,14 +427,12 @@ def padded(elements: int, parts: int = 1) -> int:
 
 
 class _Declared(NamedTuple):
-    """A parameter, and what the model declares of it. `is_late`: a split backward pass leaves its
-    gradient for later.
-    """
+    """A parameter, and what the model declares of it. `is_gemm`: its gradient is one GEMM."""
 
     name: str
     parameter: nn.Parameter
     spec: ParameterSpec
-    is_late: bool
+    is_gemm: bool
 
 
 def lay_out_blocks(model: GPTModel, groups: Groups) -> list[BufferLayout]:
@@ -464,15 +461,15 @@ def lay_out_blocks(model: GPTModel, groups: Groups) -> list[BufferLayout]:
 
 
 def _in_buffer_order(own: list[_Declared]) -> list[_Declared]:
-    """Decayed parameters first, of them the late ones, and those together that an update rule
-    treats alike.
+    """Decayed parameters first, of them those whose gradient is one GEMM, and those together that
+    an update rule treats alike.
     """
 
     # The order decides how few ranges there are: one run of decayed tensors, and in it one run of
-    # those whose gradients a split backward pass computes later.
+    # those whose gradient is one GEMM.
     def place(each: _Declared) -> tuple[bool, bool, bool]:
         decay, decoupled_lr = each.spec.param_group
-        return not decay, not each.is_late, decoupled_lr
+        return not decay, not each.is_gemm, decoupled_lr
 
     return sorted(own, key=place)
 
@@ -481,9 +478,9 @@ def _lay_out(
     model: GPTModel, unit: str, group: str, members: list[_Declared], parts: int, copied: bool
 ) -> BufferLayout:
     """The buffer of a unit's parameters that one group holds, in `parts` equal slices."""
-    entries, end, late_end = [], 0, 0
+    entries, end, gemm_numel = [], 0, 0
     ranges: list[tuple[int, ParamGroup]] = []
-    for name, parameter, spec, is_late in members:
+    for name, parameter, spec, is_gemm in members:
         # Each tensor starts on the grid, so that every cut of the buffer into slices lies on it.
         boxes = spec.boxes(model.parallel.experts if group == "expert" else model.tp)
         entries.append(BufferEntry(parameter, name, end, parameter.shape, boxes))
@@ -491,12 +488,12 @@ def _lay_out(
         if ranges and ranges[-1][1] == spec.param_group:
             ranges.pop()  # one range of both
         ranges.append((end, spec.param_group))
-        if is_late:
-            late_end = end
+        if is_gemm:
+            gemm_numel = end
     size = padded(end, parts)
     ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
     name = unit if group == "dense" else f"{unit} ({group})"
-    return BufferLayout(name, unit, group, tuple(entries), late_end, tuple(ranges), size, copied)
+    return BufferLayout(name, unit, group, tuple(entries), gemm_numel, tuple(ranges), size, copied)
 
 
 def build_blocks(

@@ -31,14 +31,14 @@ from megatron.model.linear import WeightGrad, add_weight_grads, deferring_weight
 from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.schedule import Kind
 
-Pass = tuple[Layer, Kind, int]  # of a layer on a micro-batch
+Pass = tuple[Layer, Kind, int]  # the layer, what is computed, the index of the micro-batch
 
 
 class Inputs(NamedTuple):
     """What full recomputation keeps of a layer's forward pass."""
 
     x: Tensor | OffloadableTensor | None  # None but of the first layer of a group
-    micro: MicroBatch
+    micro_batch: MicroBatch
     shape: torch.Size | None = None  # of an input whose share alone is kept
 
 
@@ -85,7 +85,7 @@ class LayerRunner:
         self,
         layer: Layer,
         x: Tensor | None,
-        micro: MicroBatch,
+        micro_batch: MicroBatch,
         scalars: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Saved]:
         """The output [s, b, h], detached, and what the backward pass needs: the layer's graph, its
@@ -95,12 +95,13 @@ class LayerRunner:
         # A recomputed layer runs without a graph now, and with one when its backward pass comes.
         if torch.is_grad_enabled() and layer.recompute.whole:
             with torch.no_grad():
-                y, _ = self.graph_of(None, layer(x, micro), scalars)
-            return y, self._inputs(x, micro) if layer.recompute.first else Inputs(None, micro)
+                y, _ = self.graph_of(None, layer(x, micro_batch), scalars)
+            first = layer.recompute.first
+            return y, self._inputs(x, micro_batch) if first else Inputs(None, micro_batch)
         # Detached: each layer is a separate graph, so its memory is freed with its own backward
         # pass.
         leaf = None if x is None else x.detach().requires_grad_(torch.is_grad_enabled())
-        y = layer(leaf, micro)
+        y = layer(leaf, micro_batch)
         if isinstance(y, WithScalars) or not y.requires_grad:
             return self.graph_of(leaf, y, scalars)
         return y.detach(), Graph(leaf, [get_gradient_edge(y)], [])  # the usual case, without a call
@@ -123,28 +124,28 @@ class LayerRunner:
 
     # ---- full recomputation
 
-    def forward_again(self, layer: Layer, saved: Inputs) -> tuple[Tensor, Graph | None]:
+    def recompute_forward(self, layer: Layer, saved: Inputs) -> tuple[Tensor, Graph | None]:
         """The second forward pass: the output [s, b, h], and the layer's graph."""
         x = self._input_of(saved)
         leaf = None if x is None else x.detach().requires_grad_()
-        return self.graph_of(leaf, layer(leaf, saved.micro), None)
+        return self.graph_of(leaf, layer(leaf, saved.micro_batch), None)
 
     def rebuild(self, layer: Layer, saved: Saved, following: Saved) -> tuple[Saved, Saved]:
         """The second forward pass of a layer, before the backward pass of another layer of its
         group: (what its own backward pass needs, the same of the layer that reads its output).
         """
         assert isinstance(saved, Inputs) and isinstance(following, Inputs)
-        y, graph = self.forward_again(layer, saved)
+        y, graph = self.recompute_forward(layer, saved)
         return graph, following._replace(x=y)
 
-    def _inputs(self, x: Tensor | None, micro: MicroBatch) -> Inputs:
+    def _inputs(self, x: Tensor | None, micro_batch: MicroBatch) -> Inputs:
         """What is kept of a layer's input [s, b, h], and of its micro-batch."""
         if x is None or self.sharing.size == 1:
-            return Inputs(x, micro)
+            return Inputs(x, micro_batch)
         # All ranks of the group have the same x: each keeps a part, and one all-gather restores it.
         # The clone frees the whole storage.
         share = x.flatten().chunk(self.sharing.size)[self.sharing.rank].clone()
-        return Inputs(share, micro, x.shape)
+        return Inputs(share, micro_batch, x.shape)
 
     def _input_of(self, saved: Inputs) -> Tensor | None:
         """The layer's input [s, b, h] of what is kept of it."""
@@ -175,7 +176,7 @@ class LayerRunner:
             return None, None
         if isinstance(saved, Inputs):
             # the output has no name here: it would live as long as the backward pass
-            saved = self.forward_again(layer, saved)[1]
+            saved = self.recompute_forward(layer, saved)[1]
         assert isinstance(saved, Graph)
         # One call of autograd for the output and all auxiliary losses, so that each node runs once.
         gradients = [dy]

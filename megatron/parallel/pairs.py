@@ -10,7 +10,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from megatron.distributed.collectives import named
+from megatron.distributed.collectives import profiler_range
 from megatron.parallel.layer_runner import Saved
 from megatron.parallel.pipeline import LayerPass, Pipeline, StepState, Task
 from megatron.parallel.schedule import Kind, Message
@@ -43,7 +43,7 @@ class PairedPipeline(Pipeline):
         def run(each: LayerPass) -> None:
             """One layer of one of the two."""
             nonlocal x, dy
-            with named(each.label):
+            with profiler_range(each.label):
                 if each.kind is Kind.FORWARD:
                     x, saved_by_layer = self.runner.forward(
                         each.layer, x, micro_batch, step.scalars

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.distributed.collectives import named
+from megatron.distributed.collectives import profiler_range
 from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import OBJECTIVE_SUM, Layer, MicroBatch
@@ -169,7 +169,8 @@ class Pipeline:
         turns_by_task = [self._turns_of(actions) for actions in task_actions]
         zero_plan = self.zero.planner.plan([*chain(*turns_by_task)])
 
-        # 2. Each task with its passes, and those with their part of that plan.
+        # 2. Each task with its passes, and those with their part of that plan, which is in the
+        # same order.
         around = iter(zero_plan.passes)
         passes = [
             tuple(self._layer_pass(*each, *next(around)) for each in chain(*turns))
@@ -178,6 +179,13 @@ class Pipeline:
         tasks = self._tasks(schedule, passes)
         trains = any(action.kind in BACKWARDS for action in schedule.actions[self.rank])
         return RankSchedule(tasks, acknowledgements(schedule, self.rank), zero_plan, trains)
+
+    def _turns_of(self, actions: tuple[Action, ...]) -> list[list[Pass]]:
+        """A task's passes of layers in turns: one in each, or of a pair two, which overlap."""
+        columns = []
+        for kind, stage, micro in actions:
+            columns.append([(*each, micro) for each in self.passes[kind, stage]])
+        return [[each for each in turn if each is not None] for turn in zip_longest(*columns)]
 
     def _tasks(self, schedule: Schedule, passes: list[tuple[LayerPass, ...]]) -> list[Task]:
         """What this rank does, one after the other, with its messages."""
@@ -199,13 +207,6 @@ class Pipeline:
     ) -> LayerPass:
         label = f"{WORDS[kind]} {self.names[layer]} micro-batch {micro}"
         return LayerPass(layer, kind, micro, label, before, after)
-
-    def _turns_of(self, actions: tuple[Action, ...]) -> list[list[Pass]]:
-        """The passes of layers of a computation, one in each turn; of a pair one of each."""
-        columns = []
-        for kind, stage, micro in actions:
-            columns.append([(*each, micro) for each in self.passes[kind, stage]])
-        return [[each for each in turn if each is not None] for turn in zip_longest(*columns)]
 
     # ---- in every step
 
@@ -236,7 +237,7 @@ class Pipeline:
                 for message in task.receives:
                     messages.receive(message)
                 begun = None if recording is None else recording.begin()
-                with named(task.label):
+                with profiler_range(task.label):
                     for each in task.actions:
                         if each.micro not in step.micro_batches:
                             step.micro_batches[each.micro] = next(micro_batches)
@@ -267,7 +268,7 @@ class Pipeline:
         for layer, _, _, label, before, after in task.passes:
             for call in before:
                 call()
-            with named(label):
+            with profiler_range(label):
                 x, saved_by_layer = self.runner.forward(layer, x, micro_batch, step.scalars)
             for call in after:
                 call()
@@ -284,7 +285,7 @@ class Pipeline:
         for layer, kind, _, label, before, after in task.passes:
             for call in before:
                 call()
-            with named(label):
+            with profiler_range(label):
                 if kind is Kind.REBUILD:
                     self.rebuild(stage, layer, saved)
                 else:

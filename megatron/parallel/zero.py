@@ -27,7 +27,7 @@ from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
 from megatron.model.linear import SCRATCH_BYTES
 from megatron.parallel.blocks import Block, device_streams
-from megatron.parallel.zero_plan import Buffers, ZeroPlanner
+from megatron.parallel.zero_plan import Blocks, ZeroPlanner
 
 
 class Zero:
@@ -92,18 +92,18 @@ class Zero:
             self._free_spent()
         block.open()
 
-    def gather(self, buffers: Buffers) -> None:
+    def gather(self, blocks: Blocks) -> None:
         """Stage 3: make weights whole, which the next pass reads."""
-        self.start_gathers(buffers)
-        for block in buffers:
+        self.start_gathers(blocks)
+        for block in blocks:
             self.wait_for_block(block)
 
-    def prefetch(self, buffers: Buffers) -> None:
+    def prefetch(self, blocks: Blocks) -> None:
         """Start to gather what the pass after the next one reads, unless a step on the host would
         hold up the next one.
         """
-        if not any(block in self.host_steps for block in buffers):
-            self.start_gathers(buffers)
+        if not any(block in self.host_steps for block in blocks):
+            self.start_gathers(blocks)
 
     def update_on_host(self, block: Block) -> None:
         """Make the deferred step of a block, if there is one."""
@@ -182,9 +182,9 @@ class Zero:
             if block.groups.shard.size == 1:
                 self.streams.current_stream().wait_stream(self.gather_stream)
 
-    def start_gathers(self, buffers: Sequence[Block]) -> None:
+    def start_gathers(self, blocks: Sequence[Block]) -> None:
         """Start to make weights whole, if they are not."""
-        for block in buffers:
+        for block in blocks:
             self.update_on_host(block)
             if block.is_released:
                 block.allocate()
@@ -236,6 +236,7 @@ class Zero:
             return
         (block, grad, pending), self.reducing = self.reducing, None
         slice_ = pending.wait()
+        # Stage 1 is done: the sum is in this rank's slice of `block.grad` (`out` of its start).
         if self.zero_stage == 0 and block.groups.shard.size > 1:
             sent = slice_ if self.reduce_dtype is None else slice_.to(self.reduce_dtype)
             out = block.grad if sent.dtype == block.grad.dtype else None
@@ -258,8 +259,9 @@ class Zero:
 
 # ---- what is summed once a step, after the backward passes
 #
-# Sums, never means: the loss is divided by the global token count once, when the optimizer steps.
-# All of them act on the gradients of what this rank updates, which under ZeRO are slices.
+# Sums, never means: backward passes divide by the tokens of the whole step, and the optimizer's
+# `grad_scale` corrects that to its valid tokens. All of them act on the gradients of what this rank
+# updates, which under ZeRO are slices.
 
 
 def sum_copies(blocks: list[Block]) -> None:

@@ -23,7 +23,7 @@ from megatron.parallel.schedule import COMPUTATIONS, Kind
 if TYPE_CHECKING:
     from megatron.parallel.zero import Zero
 
-Buffers = tuple[Block, ...]  # of one layer
+Blocks = tuple[Block, ...]  # of one layer
 Calls = list[Callable[[], object]]
 
 BACKWARDS = COMPUTATIONS - {Kind.FORWARD}
@@ -39,7 +39,7 @@ class ZeroPlan(NamedTuple):
 
 
 class ZeroPlanner:
-    """Makes the plan of a schedule. `buffers_of`: the buffers in which each layer has parameters;
+    """Makes the plan of a schedule. `blocks_of`: the blocks in which each layer has parameters;
     `transformer_blocks`: those of transformer layers, not of the vocabulary.
     """
 
@@ -51,14 +51,14 @@ class ZeroPlanner:
         # one rank alone that keeps whole gradients has nothing to reduce
         self.reduces = self.zero_stage >= 2 or any(block.groups.shard.size > 1 for block in blocks)
         owner = {parameter: block for block in blocks for parameter in block.parameters}
-        self.buffers_of: dict[Layer, Buffers] = {}
+        self.blocks_of: dict[Layer, Blocks] = {}
         self.transformer_blocks: set[Block] = set()
         for _, layer in model.named_layers():
             owners = [owner[parameter] for parameter in layer.parameters()]
-            self.buffers_of[layer] = tuple(dict.fromkeys(owners))
+            self.blocks_of[layer] = tuple(dict.fromkeys(owners))
             if not layer.of_vocabulary:
                 self.transformer_blocks.update(owners)
-        self.users = Counter(block for buffers in self.buffers_of.values() for block in buffers)
+        self.users = Counter(block for each in self.blocks_of.values() for block in each)
         self.last = {named[-1][1] for named in model.layers_by_stage}
 
     def plan(self, turns: Sequence[Sequence[Pass]]) -> ZeroPlan:
@@ -90,7 +90,7 @@ class _Walk:
         self.planner, self.zero, self.zero_stage = planner, planner.zero, planner.zero_stage
         # stage 3: what the passes to come read, in order, and how often
         self.needs = deque(
-            planner.buffers_of[layer]
+            planner.blocks_of[layer]
             for layer, kind, _ in passes
             if planner.reads_gathered(layer, kind)
         )
@@ -110,9 +110,9 @@ class _Walk:
         the same, on a rank of a pipeline              all of a step: ends of other micro-batches
                                                        may come between those of one
         """
-        buffers_of, users = self.planner.buffers_of, self.planner.users
+        blocks_of, users = self.planner.blocks_of, self.planner.users
         counts = Counter(
-            block for layer, kind, _ in passes if kind in COMPLETING for block in buffers_of[layer]
+            block for layer, kind, _ in passes if kind in COMPLETING for block in blocks_of[layer]
         )
         period = {}
         for block, count in counts.items():
@@ -127,7 +127,7 @@ class _Walk:
         # the micro-batch before has had the other layers' passes to be reduced, and is freed.
         if kind is Kind.FORWARD and layer in self.planner.last and self.planner.reduces:
             calls.append(self.zero.free_reduced)
-        trained = [block for block in self.planner.buffers_of[layer] if block.trained]
+        trained = [block for block in self.planner.blocks_of[layer] if block.trained]
         calls += self._room_for_gradients(trained, kind, (layer, micro))
         return calls + self._whole_weights(layer, kind)
 
@@ -151,37 +151,37 @@ class _Walk:
         return calls
 
     def _whole_weights(self, layer: Layer, kind: Kind) -> Calls:
-        """Gathers before a pass (stage 3), or one wait for updated weights (stages 0 to 2), which
-        the host updates while the device computes the passes before.
+        """Gathers before a pass (stage 3), or before the first pass of a step that reads a block
+        one wait for its all-gather (stages 1 and 2) and its step on the host, if it has one.
         """
-        zero, buffers = self.zero, self.planner.buffers_of[layer]
+        zero, blocks = self.zero, self.planner.blocks_of[layer]
         if self.planner.reads_gathered(layer, kind):
-            assert self.needs.popleft() == buffers
-            self.remaining[buffers] -= 1
-            return [partial(zero.gather, buffers), *self._prefetch(buffers, zero.prefetch)]
+            assert self.needs.popleft() == blocks
+            self.remaining[blocks] -= 1
+            return [partial(zero.gather, blocks), *self._prefetch(blocks, zero.prefetch)]
         if self.zero_stage == 3 or kind is Kind.BACKWARD_WEIGHT:
             return []
-        sent = [block for block in buffers if self.zero_stage > 0 or block.on_host]
+        updated = [block for block in blocks if self.zero_stage > 0 or block.on_host]
         calls: Calls = [
-            partial(zero.wait_for_block, block) for block in sent if block not in self.arrived
+            partial(zero.wait_for_block, block) for block in updated if block not in self.arrived
         ]
-        self.arrived.update(sent)
+        self.arrived.update(updated)
         return calls
 
     def after(self, layer: Layer, kind: Kind, micro: int) -> Calls:
         """What is done after this pass, which is queued."""
-        planner, zero, buffers = self.planner, self.zero, self.planner.buffers_of[layer]
+        planner, zero, blocks = self.planner, self.zero, self.planner.blocks_of[layer]
         calls: Calls = []
         if planner.reads_gathered(layer, kind):
             # again: `prefetch` leaves out a block whose step on the host is due
-            calls += self._prefetch(buffers, zero.start_gathers)
-            if not self._is_needed(buffers, kind):
+            calls += self._prefetch(blocks, zero.start_gathers)
+            if not self._is_needed(blocks, kind):
                 # what is kept with the weights and not trained is always whole
-                calls += [block.release for block in buffers if block.zero_stage == 3]
+                calls += [block.release for block in blocks if block.zero_stage == 3]
         if self.zero_stage >= 2 and kind is Kind.BACKWARD_INPUT:
-            calls += [block.close_early for block in buffers if block.trained]
+            calls += [block.close_early for block in blocks if block.trained]
         if kind in COMPLETING:
-            for block in buffers:
+            for block in blocks:
                 self.due[block] -= 1
                 if self.due[block] == 0 and block.trained:
                     self.due[block] = self.period[block]
@@ -192,7 +192,7 @@ class _Walk:
 
     # ---- stage 3: which weights are whole when
 
-    def _is_needed(self, buffers: Buffers, kind: Kind) -> bool:
+    def _is_needed(self, blocks: Blocks, kind: Kind) -> bool:
         """Whether a layer stays gathered after a pass: it is one of the two that are read next, or
         with --zero3-keep-gathered read again in this step. A layer that has been rebuilt keeps its
         weights for its backward pass.
@@ -200,17 +200,17 @@ class _Walk:
         if kind is Kind.REBUILD:
             return True
         if self.planner.keep:
-            return self.remaining[buffers] > 0
-        return bool(self.needs) and buffers in (self.needs[0], self._next_to(self.needs[0]))
+            return self.remaining[blocks] > 0
+        return bool(self.needs) and blocks in (self.needs[0], self._next_to(self.needs[0]))
 
-    def _prefetch(self, buffers: Buffers, start: Callable[[Buffers], None]) -> Calls:
+    def _prefetch(self, blocks: Blocks, start: Callable[[Blocks], None]) -> Calls:
         """The call that gathers the next layer while a pass that reads these computes, if any."""
-        other = self._next_to(buffers) if self.planner.overlap_gather else ()
+        other = self._next_to(blocks) if self.planner.overlap_gather else ()
         return [partial(start, other)] if other else []
 
-    def _next_to(self, buffers: Buffers) -> Buffers:
+    def _next_to(self, blocks: Blocks) -> Blocks:
         """The next other layer that is read, if it may be gathered while this one is: never two of
         the vocabulary's size; () for none.
         """
-        other = next((other for other in self.needs if other != buffers), ())
-        return () if self.planner.transformer_blocks.isdisjoint((*buffers, *other)) else other
+        other = next((other for other in self.needs if other != blocks), ())
+        return () if self.planner.transformer_blocks.isdisjoint((*blocks, *other)) else other

@@ -169,9 +169,9 @@ def _own_pairs(config: Config, optimizer: Optimizer) -> list[tuple[Box, Tensor]]
     return own_part(pairs, optimizer.holder)
 
 
-def save(run: Run, *, local_alone: bool = False) -> None:
+def save(run: Run, *, local_only: bool = False) -> None:
     """Write a checkpoint of the run's current state, or begin to, when --save is given;
-    `local_alone`: to the local tier. A failed save is logged, and training continues.
+    `local_only`: to the local tier, not to --save. A failed save is logged, and training continues.
     """
     manager, iteration = run.checkpoints, run.progress.iteration
     if manager is None:
@@ -179,7 +179,7 @@ def save(run: Run, *, local_alone: bool = False) -> None:
     with run.timing.events.during("checkpoint", iteration), run.timers("save-checkpoint"):
         run.zero.wait_for_weights()  # a checkpoint is of weights after the step
         pairs, check = _own_pairs(run.config, run.optimizer), DesyncCheck(run.optimizer)
-        if local_alone:
+        if local_only:
             agree = partial(check.check, manager.ranks)
             manager.local_checkpoints.save(iteration, pairs, run_state(run), agree)
         else:

@@ -125,7 +125,7 @@ class ExitConditions:
 
         requests = to_device(self.requests(), device)
         sums = AsyncHostCopy({"requests": all_reduce(requests, axis)})
-        readable = sums if sums.is_here else earlier
+        readable = sums if sums.is_synchronous else earlier
         if readable is not None:
             self.agreed = readable.read()["requests"]
         return sums

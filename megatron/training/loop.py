@@ -47,16 +47,17 @@ def train(run: Run) -> Exit:
     with manual_collection(config):
         run.timing.begin()
         while not finished(config, progress.iteration, progress.consumed_samples):
-            # 1. One step, queued on the device before the outcome of the last one is read.
+            # 1. One step. It reads the last one's outcome late, after queueing its own passes.
             if run.profiler is not None:
                 run.profiler.next_step(progress.iteration, interval.paused)
             step = train_step(run, partial(finish_step, run, interval))
             interval.pending, iteration, due = step, progress.iteration, step.batch.due
 
-            # 2. The outcome is read now, if it is here or something below needs it, which a garbage
+            # 2. The outcome is read now on a CPU, or if something below needs it, which a garbage
             # collection does not. All ranks do the same: what is due follows from the iteration,
             # and exits are agreed upon.
-            if any(due[:-1]) or step.copy.is_here or run.exits.check(iteration):
+            needs_outcome = any(due._replace(collect_garbage=False))
+            if needs_outcome or step.copy.is_synchronous or run.exits.check(iteration):
                 finish_step(run, interval)
             run.timing.events.step(iteration)
 
@@ -73,10 +74,10 @@ def train(run: Run) -> Exit:
                         evaluate_all(run, "validation")
                     exit_now = run.exits.check(iteration)  # a signal takes precedence
                 # After the evaluation, so that its outcome is in the checkpoint.
-                everywhere = due.save or due.end or exit_now
-                if everywhere or due.save_local:
+                save_global = due.save or due.end or exit_now
+                if save_global or due.save_local:
                     with interval.paused():
-                        save(run, local_alone=not everywhere)
+                        save(run, local_only=not save_global)
                 if due.collect_garbage:
                     gc.collect()
             # A request at the last iteration changes nothing, unless it cut the evaluation short.
@@ -112,12 +113,12 @@ def finish_step(run: Run, interval: Interval) -> None:
     interval.last = metrics
     interval.iterations += 1
     interval.samples += batch.size
-    # A batch without a valid token is skipped too, and is no overflow.
+    # A batch without a valid token is skipped too, although its loss and gradient are finite.
     has_tokens = sum(metrics.valid_tokens) > 0
-    overflow = metrics.skipped and has_tokens
-    is_nan = overflow and run.scaler.at_minimum()
+    non_finite = metrics.skipped and has_tokens
+    is_nan = non_finite and not run.scaler.can_lower()
     if run.scaler.dynamic:
-        run.scaler.update(overflow)
+        run.scaler.update(overflow=non_finite)
     if metrics.skipped:
         _account_for_skipped(run, metrics, has_tokens, is_nan)
         return
@@ -192,15 +193,15 @@ def evaluate(run: Run, source: Source) -> float | None:
     batch = run.config.training.global_batch_size
     samples = run.config.evaluation.eval_iters * batch
     # a pipeline needs many micro-batches in flight
-    step = run.global_micro_batch_size if run.groups.pp.size == 1 else batch
+    chunk = run.global_micro_batch_size if run.groups.pp.size == 1 else batch
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss sum, tokens
     earlier = None
-    for first in range(0, samples, step):
+    for first in range(0, samples, chunk):
         # on a GPU signals are read one turn late, so that this turn is queued right after the last
         earlier = run.exits.exchange(run.groups.world, run.device, earlier)
         if run.exits.has_signal():  # perhaps already at the last step
             return None
-        sums = run_micro_batches(run, source, first, step, training=False)
+        sums = run_micro_batches(run, source, first, chunk, training=False)
         total += torch.stack([sums["losses"].sum(), sums["valid_tokens"].sum()])
     loss, tokens = all_reduce(total, run.groups.world).tolist()
     return loss / tokens if tokens else float("nan")

@@ -1,6 +1,7 @@
 """Builds a run and trains it: the order of everything that happens outside of the loop.
 
-`flags` is a configuration as it was given, `config` the resolved one, with every derived value.
+`flags` is a configuration as it was given, `config` the resolved one. That of `_resolve_flags` has
+nothing that depends on the tokenizer or the planner; `prepared.config` has every derived value.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def start(
     """A run on this rank, ready for `train`: connected with the other ranks, its weights and state
     initialized or loaded. It ends with the block. Arguments are those of `pretrain`.
     """
-    launch, flags, config, world_size = _requested(flags)
+    launch, flags, config, world_size = _resolve_flags(flags)
 
     # 1. The device and the other ranks.
     device = _start_device(launch, flags, config)
@@ -125,7 +126,7 @@ def start(
                 reader=reader,
             )
             run = build(prepared, groups, ranks, launch, local_checkpoints, stack)
-            # Signals are received until all ranks have closed: one would kill those that wait.
+            # Signals are received until all ranks have closed: one would kill ranks that wait.
             last.callback(run.exits.close)
             # one callback each: a failure of one does not skip the others
             for part in (run.checkpoints, run.tracker):
@@ -147,7 +148,7 @@ def start(
         disconnect()
 
 
-def _requested(flags: GivenConfig) -> tuple[Launch, GivenConfig, Config, int]:
+def _resolve_flags(flags: GivenConfig) -> tuple[Launch, GivenConfig, Config, int]:
     """How this process was launched, the flags with those of the checkpoint, what follows from
     them, and the number of ranks. Faults of flags are reported before those of files and of other
     ranks.
@@ -189,7 +190,7 @@ def _forecast_on_rank_0(
 def _dry_run(
     flags: GivenConfig, notes: Sequence[str], not_done: Sequence[str], advisor: Advisor
 ) -> int:
-    _, flags, _, world_size = _requested(flags)
+    _, flags, _, world_size = _resolve_flags(flags)
     with job_log():
         prepared = prepare(
             flags,

@@ -14,7 +14,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.groups import Config
-from megatron.distributed.collectives import named
+from megatron.distributed.collectives import profiler_range
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class StepProfiler:
                 self.profiler.start_trace()
                 self.state = "recording"
         if self.state == "recording":
-            self.step.enter_context(named("iteration", iterations + 1))
+            self.step.enter_context(profiler_range("iteration", iterations + 1))
 
     def close(self) -> None:
         """Write the trace, once."""

@@ -46,7 +46,8 @@ def train_step(run: Run, finish_pending: Callable[[], None]) -> PendingStep:
 
     # 1. Forward and backward passes. Layers are gathered and reduced as they run.
     sums = forward_backward(run, batch)
-    # The last step's outcome sets this step's learning rate: it counts `scheduled_samples`.
+    # Nothing, if done above. The last step's outcome sets this step's learning rate: it advances
+    # `scheduled_samples`, unless that step was skipped.
     finish_pending()
 
     # 2. Gradients are summed already. One all-reduce sums the few numbers that ranks must agree
@@ -92,10 +93,10 @@ def next_batch(run: Run) -> GlobalBatch:
 
 def forward_backward(run: Run, batch: GlobalBatch) -> dict[str, Tensor]:
     """Fill the gradient buffers with the gradient of loss sum x loss scale / nominal tokens of a
-    batch; the sums of this rank's micro-batches.
+    batch; the sums of `run_micro_batches`.
 
     Of every global micro-batch, one micro-batch of each data-parallel rank, this rank runs its own;
-    the gradients are summed over all ranks.
+    afterwards the `grad_shard` of each block is summed over the ranks that hold its parameters.
     """
     recording = run.timing.recording = Recording(run.device) if run.timing.records else None
     run.optimizer.drop_gradients()
@@ -146,9 +147,9 @@ def update(
 ) -> PendingStep:
     """Step the optimizer; the gradient becomes that of the mean loss per valid token."""
     with run.timers("optimizer"):
-        # a non-finite loss makes the scale, so the step, non-finite
         nan_if_not_finite = 0 * totals["losses"].sum()
         valid_tokens, grad_sq_sum = totals["valid_tokens"].sum(), totals.pop("grad_sq_sum")[0]
+        # Non-finite with a non-finite loss or no valid token (division by 0): the step is skipped.
         grad_scale = batch.nominal_tokens / (valid_tokens * batch.loss_scale) + nan_if_not_finite
         by_layer = None
         if run.config.logging.log_layer_norms and batch.due.log:
@@ -270,10 +271,10 @@ class Due(NamedTuple):
 
     log: bool
     evaluate: bool
-    save: bool
+    save: bool  # by --save-interval; the last iteration is saved in any case
     save_local: bool
     end: bool
-    collect_garbage: bool  # the last: it alone needs no outcome of the step
+    collect_garbage: bool
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ class PendingStep:
     layer_grad_sq_sums: Tensor | None
 
     def read(self) -> StepMetrics:
-        """Wait for the numbers (not for work queued after them)."""
+        """The step's metrics, on the host; waits for the copy."""
         found = self.copy.read()
         tokens = sum(found["valid_tokens"])
         return StepMetrics(
@@ -312,7 +313,7 @@ class PendingStep:
             skipped=bool(found.pop("skipped")[0]),
             scalars={spec.name: found.pop(spec.name) for spec in self.scalars},
             layer_grad_sq_sums=self.layer_grad_sq_sums,
-            **found,
+            **found,  # the fields that were not popped
         )
 
 
@@ -363,8 +364,8 @@ class AsyncHostCopy:
             self.numbers.copy_(numbers, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
-        # reading does not wait: on a CPU; the same on every rank
-        self.is_here = self.event is None
+        # on a CPU: `read` never waits; the same on every rank
+        self.is_synchronous = self.event is None
 
     def read(self) -> dict[str, list[float]]:
         """Wait for the numbers (not for work queued after them)."""

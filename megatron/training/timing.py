@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.groups import Config
-from megatron.distributed.collectives import named
+from megatron.distributed.collectives import profiler_range
 from megatron.distributed.groups import Axis, Groups
 from megatron.distributed.peers import busy_clock
 from megatron.observe.events import EventLog, Timers
@@ -118,7 +118,7 @@ def make_timing(
     the file of events.
     """
     folder = config.checkpoint.save if groups.rank == 0 else None
-    events = EventLog(folder, iteration, Timers(named), advisor.goodput)
+    events = EventLog(folder, iteration, Timers(profiler_range), advisor.goodput)
     closing.callback(events.close)
     timing = Timing(events, records=groups.pp.size > 1)
     if config.logging.log_straggler and groups.world.size > 1:

@@ -98,8 +98,8 @@ def test_every_backend_is_the_loop(device, counts, o, i, dtype, backend):
         parameter.overwrite_main_grad = overwrite
         if overwrite:
             parameter.main_grad = torch.full_like(flat, torch.nan, dtype=torch.float32)
-        gemm = partial(expert_wgrad_gemms, counts=rows)
-        accumulate_weight_grad(dy, x, parameter, gemm)
+        wgrad = partial(expert_wgrad_gemms, counts=rows)
+        accumulate_weight_grad(dy, x, parameter, wgrad)
         exact = exact if overwrite else 2 * exact
         torch.testing.assert_close(
             parameter.main_grad.view(weight.shape), exact.float(), rtol=1e-5, atol=1e-5

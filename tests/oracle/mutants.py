@@ -274,14 +274,14 @@ a ramp-up that grows one increment early | ramp-up
 OPTIMIZER = r"""
 = megatron/optimizer/update.py _fused_adamw
 bias correction one step ahead | llama
-    at.number => at.number + 1
+    at.step => at.step + 1
 epsilon inside the root | llama
     torch._fused_adamw_( => a, b = config.adam_beta1, config.adam_beta2
         g = grad if at.divisor is None else grad / at.divisor
         exp_avg.lerp_(g, 1 - a); exp_avg_sq.mul_(b).addcmul_(g, g, value=1 - b)
-        root = (exp_avg_sq / (1 - b ** int(at.number)) + at.eps).sqrt()
+        root = (exp_avg_sq / (1 - b ** int(at.step)) + at.eps).sqrt()
         weight.mul_(1 - at.lr * at.weight_decay)
-        return weight.sub_(at.lr / (1 - a ** int(at.number)) * exp_avg / root)
+        return weight.sub_(at.lr / (1 - a ** int(at.step)) * exp_avg / root)
         torch._fused_adamw_(
 weight decay in the gradient | llama
     [grad] => [grad + at.weight_decay * weight * (1.0 if at.divisor is None else at.divisor)]

@@ -149,9 +149,10 @@ no embedding gradient in the split backward | m5 pp2 zero-bubble
         ) else self.runner.backward(
 = megatron/parallel/layer_runner.py LayerRunner.backward
 no dropout in the second run of recomputation | recompute pp2 zero-bubble
-    saved = self.forward_again(layer, saved)[1] =>
-        saved = self.forward_again(layer, saved._replace(micro=__import__("dataclasses").replace(
-        saved.micro, dropout=None, hidden_dropout=None)))[1]
+    saved = self.recompute_forward(layer, saved)[1] =>
+        from dataclasses import replace
+        saved = self.recompute_forward(layer, saved._replace(micro_batch=replace(
+        saved.micro_batch, dropout=None, hidden_dropout=None)))[1]
 = megatron/parallel/zero_plan.py _Walk.after
 reduced when the input gradients are complete | documents pp2 zero-bubble-v dp2
     if kind in COMPLETING: => if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
@@ -191,7 +192,7 @@ a block freed before its pass | dropout dp2 zero3
     self.wait_for_block(block) => self.wait_for_block(block), block.release()
 = megatron/parallel/zero_plan.py _Walk._is_needed
 kept weights never freed, so that they go stale | dropout dp2 zero3 kept
-    return self.remaining[buffers] > 0 => return True
+    return self.remaining[blocks] > 0 => return True
 = megatron/parallel/zero_plan.py ZeroPlanner.reads_gathered
 weights gathered for forward passes alone | dropout dp2 zero3
     or (kind is not => or (False and kind is not
@@ -206,7 +207,7 @@ a gradient buffer that does not begin with zeros | dropout dp2 zero2
     self.grad[first:last].zero_() => self.grad[first:last].fill_(1)
 = megatron/parallel/blocks.py Block.add_early
 gradients that are complete early dropped | documents pp2 zero-bubble dp2 zero2
-    self.grad[self.layout.late :].copy_(self.early.pop(key)) => self.early.pop(key)
+    self.grad[self.layout.gemm_numel :].copy_(self.early.pop(key)) => self.early.pop(key)
 = megatron/parallel/zero_plan.py _Walk._periods
 a resident buffer reduced in every micro-batch | dropout dp2 zero1
     often = self.zero_stage >= 2 and => often = self.zero_stage >= 1 and

@@ -51,7 +51,7 @@ SDPA = ("sdpa", "fa4")
 
 @dataclass(frozen=True)
 class Seen:
-    """What the queries of layers with the same window see."""
+    """The attention mask of layers with the same window, and the steps of context parallelism."""
 
     mask: AttentionMask
     places: Places | None = None  # under context parallelism
@@ -134,14 +134,14 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     dtype = q.dtype
     simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
-    seen = None if simple else mask.dense(q.shape[2], k.shape[2], q.device)  # [b or 1, 1, s, t]
+    dense = None if simple else mask.dense(q.shape[2], k.shape[2], q.device)  # [b or 1, 1, s, t]
     if not q.is_cuda and q.element_size() == 2:
         # the backward pass of torch's CPU kernel takes three times as long in bf16, and longer
         # where positions are not contiguous
         q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
     elif (
         q.is_cuda
-        and (seen is not None or q.element_size() > 2)
+        and (dense is not None or q.element_size() > 2)
         # torch's flash kernel takes neither a mask nor fp32, and its memory-efficient kernel needs
         # as many key heads as query heads. Without one of them torch would keep all scores,
         # [b, n, s, s].
@@ -152,7 +152,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale:
         q,
         k,
         v,
-        seen,
+        dense,
         is_causal=simple and mask.causal,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -299,9 +299,9 @@ def is_projection_read(config: ModelConfig, backend: str, cp_size: int, rotates:
     """Whether the attention core reads the fused projection [s, b, g, n / g + 2, d], because all
     that comes before it can: norms of heads and the rotary embedding, where there are any.
     """
-    is_turned = not rotates or config.rotary_backend == "triton"
-    is_normed = not config.qk_layernorm or config.norm_backend == "triton"
-    return backend in OURS and is_turned and is_normed and cp_size == 1
+    rotary_fits = not rotates or config.rotary_backend == "triton"
+    norm_fits = not config.qk_layernorm or config.norm_backend == "triton"
+    return backend in OURS and rotary_fits and norm_fits and cp_size == 1
 
 
 def fused_qkv(config: ModelConfig, name: str) -> tuple[ParameterSpec, ParameterSpec]:
@@ -354,7 +354,7 @@ class SelfAttention(Attention):
         # 1. Without norms the fused projection is rotated: by our kernel in place.
         if self.q_norm is None and rotary is not None:
             if self.config.rotary_backend != "triton":
-                return RotaryOfProjection.apply(qkv.unflatten(-1, shape), *rotary)
+                return RotaryOfProjection.apply(qkv.unflatten(-1, shape), *rotary)  # q, k, v
             # queries and keys, not the value of each group
             qkv = RotaryInPlace.apply(qkv, *rotary, shape, shape[1] - 1)
 

@@ -158,12 +158,12 @@ class _ExpertLinear(torch.autograd.Function):
         dy = dy.contiguous()
         if ctx.needs_input_grad[1]:
             # The second half of a split backward pass needs the rows as they are ordered now.
-            gemm = partial(expert_wgrad_gemms, counts=counts)
+            wgrad = partial(expert_wgrad_gemms, counts=counts)
             deferred = getattr(weight, DEFERRED, None)
             if deferred is None:
-                accumulate_weight_grad(dy, rows, weight, gemm)
+                accumulate_weight_grad(dy, rows, weight, wgrad)
             else:
-                deferred.append(WeightGrad(weight, dy, rows.detach(), gemm=gemm))
+                deferred.append(WeightGrad(weight, dy, rows.detach(), wgrad=wgrad))
         return expert_gemms(dy, weight, counts, turned=False), None, None
 
 

@@ -122,7 +122,7 @@ def test_loss_scaler():
     for overflow in (True, True, True, False, False, False, True, True, True, True):
         scaler.update(overflow)
         seen.append(scaler.scale)
-    assert seen == [16, 8, 4, 4, 4, 8, 8, 4, 4, 4] and scaler.at_minimum()
+    assert seen == [16, 8, 4, 4, 4, 8, 8, 4, 4, 4] and not scaler.can_lower()
     twin = LossScaler(scaler.config)
     twin.load(scaler.state())
     assert vars(twin) == vars(scaler)

@@ -49,7 +49,7 @@ def apply(rule, master, grad, states, step, out=None, found_inf=0.0, coefficient
         weight_decay=DECAY,
         eps=rule.config.adam_eps,
         steps_before=torch.tensor(float(step)),
-        number=torch.tensor(step + 1.0),
+        step=torch.tensor(step + 1.0),
         coefficient=scale,
         divisor=1 / scale,
         found_inf=torch.tensor(found_inf),

@@ -229,7 +229,7 @@ def test_no_evaluation_begins_after_a_signal(tmp_path, monkeypatch):
 
     def read_late(self, parts):
         read_at_once(self, parts)
-        self.is_here = False
+        self.is_synchronous = False
 
     monkeypatch.setattr(training_step.AsyncHostCopy, "__init__", read_late)
     signalled = signalling(training_step.forward_backward, signal.SIGUSR1, after=4)

@@ -32,7 +32,7 @@ def pipeline_of(ranks: int, flags: str) -> Pipeline:
 
 
 def gathered(zero: Zero, calls: Calls) -> list[tuple[Block, ...]]:
-    """The buffers that calls gather or start to, in their order."""
+    """The blocks that calls gather or start to, in their order."""
     starts = zero.gather, zero.prefetch, zero.start_gathers
     return [call.args[0] for call in calls if getattr(call, "func", None) in starts]
 
@@ -42,7 +42,7 @@ def test_the_next_layer_is_gathered_while_a_pass_computes(flags, overlaps):
     pipeline = pipeline_of(2, f"--zero-stage 3 {flags}")
     zero, plan = pipeline.zero, pipeline.zero.planner.plan
     layers = [layer for _, layer in pipeline.model.named_layers() if not layer.of_vocabulary]
-    first, second = (zero.planner.buffers_of[layer] for layer in layers)
+    first, second = (zero.planner.blocks_of[layer] for layer in layers)
     forward, backward = (layers[0], Kind.FORWARD, 1), (layers[1], Kind.BACKWARD, 0)
     ahead = [first] if overlaps else []
 
