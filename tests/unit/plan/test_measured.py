@@ -19,7 +19,6 @@ IN_CI = [
     "pp2, windows and positions of some layers",
     "stage 3, dp2, squared relu, recompute",
     "experts, ep2, on the host",
-    "experts, ep2, bf16, all tokens gathered",
     "tp2 sp, llama",
     "tp2 sp, head in chunks, soft cap",
     "pp2, zero-bubble, our kernels, head in chunks",
