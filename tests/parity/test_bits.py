@@ -173,7 +173,7 @@ MUTANTS = read_mutants(
     """
 = megatron/parallel/layer_runner.py LayerRunner._inputs
 a layer rebuilt from the negated input | bf16 dropout pp2 1f1b: full
-    return Inputs(x, micro) => return Inputs(None if x is None else -x, micro)
+    return Inputs(x, micro_batch) => return Inputs(None if x is None else -x, micro_batch)
 a rank keeps its neighbor's share of the input | bf16 dropout tp2: shares
     [self.sharing.rank].clone() => [self.sharing.rank - 1].clone()
 = megatron/parallel/layer_runner.py LayerRunner.rebuild

@@ -105,8 +105,11 @@ def test_traces_of_two_ranks(gloo_world, tmp_path, layout):
         assert parts["data"] <= sum(ranges["data"])
         assert parts["exposed world"] <= sum(ranges["all-reduce world"])
         assert {EXPOSED[layout]} == {*EXPOSED.values()} & parts.keys()
-        if step.rank == 0:  # without the time to log it
-            assert logged_times[step.iteration]["iteration-time"] <= 1.01 * step.seconds
+        if step.rank == 0:
+            # Without the time to log it, but from the last line on, which is before the range
+            # begins: the host may lose its core there for a scheduler's slice or two.
+            logged_time = logged_times[step.iteration]["iteration-time"]
+            assert logged_time <= 1.01 * step.seconds + 0.01
 
 
 def run(folder: Path, *flags: object) -> tuple[list[str], dict[str, list[float]] | None]:
