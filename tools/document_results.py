@@ -174,7 +174,7 @@ for campaign in (
 # ---- training against other programs -------------------------------------------------------------
 
 
-def steps(name: str, default: str = "fp32, ") -> list[tuple[object, ...]]:
+def steps(name: str, default: str = "") -> list[tuple[object, ...]]:
     """Speeds, milliseconds of a step and ratio of each comparison. `default` begins a setting that
     is shown without it.
     """
@@ -196,7 +196,7 @@ def steps(name: str, default: str = "fp32, ") -> list[tuple[object, ...]]:
 
 STEPS = "layout | peer | ours, tokens/s | peer | our step, ms | peer's | ratio (95%) | goal | "
 EXPERTS = f"setting | {STEPS.removeprefix('layout | ')}"
-FIGURES["training.experts"] = lambda: table(EXPERTS, steps("training_experts", ""))
+FIGURES["training.experts"] = lambda: table(EXPERTS, steps("training_experts"))
 
 
 @figure("training.experts.apart")
@@ -207,11 +207,11 @@ def training_experts_apart() -> str:
     return f"{apart:.0e}"
 
 
-FIGURES["training.one-process"] = lambda: table(EXPERTS, steps("training_cpu", ""))
+FIGURES["training.one-process"] = lambda: table(EXPERTS, steps("training_cpu"))
 FIGURES["training.two-processes"] = lambda: table(
-    EXPERTS, [*steps("training_cpu_dp2", ""), *steps("training_cpu_tp2", "")]
+    EXPERTS, [*steps("training_cpu_dp2"), *steps("training_cpu_tp2")]
 )
-FIGURES["training.pipeline"] = lambda: table(STEPS, steps("training_cpu_pipeline"))
+FIGURES["training.pipeline"] = lambda: table(STEPS, steps("training_cpu_pipeline", "fp32, "))
 
 
 @figure("convergence")

@@ -54,7 +54,7 @@ MEASURED = re.compile(  # metrics that depend on the machine
 # Fields that may differ, and why. Numbers of the training are never here.
 MAY_DIFFER = {
     "state.config": "settings come and go; what they do is seen in the numbers",
-    "state.kernels": "the same of choices",
+    "state.kernels": "kernels are chosen anew; what they do is seen in the numbers",
 }
 # Bytes alive may fall; they may rise by what a few scalars take.
 PEAK_SLACK = 0.005

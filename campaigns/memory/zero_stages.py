@@ -26,7 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from unit.zero.rows import RECOMPUTE, SMALL, Row, faults, fullest  # noqa: E402
 
-PIECES = 8 << 20
+from megatron.distributed.collectives import ROUND_BYTES  # noqa: E402
+
 SIZES = {
     "1M": SMALL,
     "60M": {"layers": 10, "hidden": 640, "heads": 10, "seq": 32, "vocab": 16384},
@@ -89,7 +90,7 @@ def measured(row: Row, ranked: list) -> dict:
             "at the peak": dict(peak.at_peak),
             "where": peak.where,
             "most bytes": most,
-            "bounds": {"slots": row.slots(pipe), "scratch": row.scratch(pipe, PIECES)},
+            "bounds": {"slots": row.slots(pipe), "scratch": row.scratch(pipe, ROUND_BYTES)},
         }
     return found
 
@@ -143,7 +144,7 @@ def main() -> int:
             world = World(row.world)
         started = time.monotonic()
         ranked = world.run(measure, row.command, timeout=1800)
-        found = [fault for pipe, spans in ranked for fault in faults(row, pipe, spans, PIECES)]
+        found = [fault for pipe, spans in ranked for fault in faults(row, pipe, spans, ROUND_BYTES)]
         results[f"{name} {row}"] = measured(row, ranked)
         off += found
         first = results[f"{name} {row}"]["pipeline rank 0"]

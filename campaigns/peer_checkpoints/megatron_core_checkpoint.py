@@ -94,12 +94,8 @@ def build(kind: str, tp: int, pp: int):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
-                parameter.add_(
-                    0.1
-                    * torch.randn(
-                        parameter.shape, generator=torch.Generator().manual_seed(len(name))
-                    )
-                )
+                draw = torch.Generator().manual_seed(len(name))
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
             else:
                 parameter.mul_(10)
     return model, config
@@ -205,9 +201,10 @@ def main() -> int:
     flags = parser.parse_args()
     if flags.what == "compare":
         return compare(flags.out)
-    write(flags.out, flags.kind, flags.tp, flags.pp) if flags.what == "write" else logits(
-        flags.out, flags.kind
-    )
+    if flags.what == "write":
+        write(flags.out, flags.kind, flags.tp, flags.pp)
+    else:
+        logits(flags.out, flags.kind)
     return 0
 
 

@@ -3,11 +3,10 @@
     python campaigns/stragglers/stragglers.py --json docs/results/stragglers.json
 
 Three parts, each with the same flags. In `clean` nothing is wrong for --minutes but that a
-neighbour keeps the machine busy; any name is false.
-Its times are judged once more without the bounds of noise, which has to name somebody, or the part
-could not fail. In `stopped` the last rank is stopped for 30% of the
-time (SIGSTOP, SIGCONT), in `data` every batch of rank 1 comes late: both have to be named within
-two log intervals, in each of --tries.
+neighbour keeps the machine busy; any name is false. Its times are judged once more without the
+bounds of noise, which has to name a rank, or the part could not fail. In `stopped` the last rank
+is stopped for 30% of the time (SIGSTOP, SIGCONT), in `data` every batch of rank 1 comes late: both
+have to be named within two log intervals, in each of --tries.
 """
 
 from __future__ import annotations

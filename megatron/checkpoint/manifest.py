@@ -1,7 +1,7 @@
 """What a checkpoint's bytes mean: file names, safetensors headers, digest tables and the manifest
-(docs/checkpoint.md): bytes to values and back. The manifest carries its own digest, those of tables
-and headers are in it and in them, so what is decoded is what was encoded. No torch here: a dtype is
-its name in safetensors.
+(docs/checkpoint.md): bytes to values and back. The manifest carries its own digest and those of the
+digest tables, which carry the headers': what is decoded is what was encoded. No torch here: a dtype
+is its name in safetensors.
 """
 
 from __future__ import annotations

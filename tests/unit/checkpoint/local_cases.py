@@ -16,7 +16,7 @@ from unittest import mock
 import checkpoint_cases
 import torch
 import torch.distributed as dist
-from checkpoint_cases import all_ranks, flip, same_bits
+from checkpoint_cases import all_ranks, flip, listing, same_bits
 from logged import logged
 from reshard_cases import start
 
@@ -57,7 +57,7 @@ def found_nodes(root: Path, each: int) -> tuple:
         found.index,
         found.first,
         found.place,
-        sorted(path.name for path in found.root.iterdir()),
+        listing(found.root),
     )
 
 

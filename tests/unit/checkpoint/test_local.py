@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint_cases import flip
+from checkpoint_cases import flip, listing
 from local_cases import (
     OTHER,
     RUN,
@@ -202,7 +202,7 @@ def test_copies_that_an_earlier_version_kept_serve(job, tmp_path):
 
 def test_two_are_kept_and_an_abandoned_pass_is_not(job, tmp_path):
     def kept() -> list[str]:
-        return sorted(path.name for path in (tmp_path / "0" / FOLDER).iterdir())
+        return listing(tmp_path / "0" / FOLDER)
 
     nodes = job(2, 1)
     for iteration in (1, 2, 3):

@@ -489,9 +489,11 @@ def test_the_exclusions_are_these():
     def pair(one: str, other: str) -> frozenset[frozenset[str]]:
         return frozenset(frozenset(re.split("[=,]", each)) for each in (one, other))
 
-    expected = [(one, other) for one, all in read_table(EXCLUDED).items() for other in all.split()]
+    expected = [
+        (one, other) for one, others in read_table(EXCLUDED).items() for other in others.split()
+    ]
     table = (map(str.split, settings.split(" / ")) for settings in read_table(EXCLUSIONS))
-    found = [pair for sides in table for pair in itertools.product(*sides)]
+    found = [each for sides in table for each in itertools.product(*sides)]
     assert {pair(*each) for each in found} == {pair(*each) for each in expected}
 
 

@@ -105,7 +105,7 @@ def order_of_work():
     layers = pair(tp)
     with deferring_weight_grads(layers) as left:
         backward(layers, tp), backward(layers, tp)
-    start, product = linear_module.start_all_gather, linear_module.wgrad_gemm
+    start, wgrad_gemm = linear_module.start_all_gather, linear_module.wgrad_gemm
     with (
         mock.patch.object(
             linear_module,
@@ -113,16 +113,16 @@ def order_of_work():
             lambda x, axis: (axis.size > 1 and events.append("gather")) or start(x, axis),
         ),
         mock.patch.object(
-            linear_module, "wgrad_gemm", lambda *args: events.append("product") or product(*args)
+            linear_module, "wgrad_gemm", lambda *args: events.append("gemm") or wgrad_gemm(*args)
         ),
     ):
         add_weight_grads(left)
     return events
 
 
-def test_a_gather_runs_beside_the_product_before(gloo_world):
+def test_a_gather_overlaps_the_gemm_before(gloo_world):
     """Never more than one ahead, since what is gathered is size times what was kept."""
-    expected = ["gather", *["gather", "product"] * 3, "product"]
+    expected = ["gather", *["gather", "gemm"] * 3, "gemm"]
     assert gloo_world(2).run(order_of_work) == [expected] * 2
 
 

@@ -104,8 +104,8 @@ the up-projection computed again, 8B, published for a mixture of experts of 16B:
     L8B AGAIN mlp gpus=8 batch=128
     L8B gpus=8 batch=128
 """
-# Whose sign does not come out: our ring makes copies that the published program does not make. Who
-# published it does not give its tensor parallelism; half is taken here.
+# Whose sign does not come out: our ring makes copies that the published program does not make. The
+# publication does not state the tensor-parallel size; half is assumed here.
 WRONG = """
 context parallelism of 2, 7B, fp8, 32k: 0.03
     L7B FP8 tp=2 cp=2 seq=32768 gpus=8 batch=8

@@ -59,7 +59,7 @@ REFUSED = f"""
 
 
 @pytest.mark.parametrize("row", REFUSED)
-def test_what_cannot_be_drawn_is_said(tmp_path, capsys, row):
+def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, row):
     flags, message = row.replace("TIMELINE", measured(tmp_path)[1]).split(" => ")
     assert plot_schedule.main(flags.split()) == 2
     assert message in capsys.readouterr().err

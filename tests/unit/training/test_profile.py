@@ -274,7 +274,7 @@ def test_an_optimizer_that_ran_out_of_memory_has_the_states_of_finished_blocks()
     del raised
 
 
-def test_an_error_is_not_hidden_by_what_is_said_of_it():
+def test_an_error_is_not_hidden_by_its_explanation():
     config = resolve(parse_arguments(TINY).config, 1, 31).config
     with (
         mock.patch.object(out_of_memory, "live_tensors", side_effect=MemoryError("again")),
